@@ -1,0 +1,28 @@
+# Every target makes .venv when it is missing; nothing has to be installed or running before.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+BIN := .venv/bin
+
+.PHONY: test demo check bench clean
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+demo: .venv/installed
+	$(BIN)/python -m examples.shop.demo
+
+check: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+bench: .venv/installed
+	$(BIN)/python -m tests.benchmarks
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,39 @@
+"""oncely: a network retries; this makes it harmless.
+
+Idempotency keys, a transactional outbox and Redis Streams for async SQLAlchemy on PostgreSQL.
+"""
+
+from oncely.errors import (
+    CancelUnsafe,
+    DedupKeyReused,
+    InvalidKey,
+    KeyInFlight,
+    KeyInUse,
+    KeyReused,
+    NoTransaction,
+    OncelyError,
+    PublisherUnavailable,
+    PublishFailed,
+    Refused,
+    Reject,
+    TableNameTaken,
+)
+from oncely.event import Event, NewEvent
+
+__all__ = [
+    "CancelUnsafe",
+    "DedupKeyReused",
+    "Event",
+    "InvalidKey",
+    "KeyInFlight",
+    "KeyInUse",
+    "KeyReused",
+    "NewEvent",
+    "NoTransaction",
+    "OncelyError",
+    "PublishFailed",
+    "PublisherUnavailable",
+    "Refused",
+    "Reject",
+    "TableNameTaken",
+]

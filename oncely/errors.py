@@ -1,0 +1,226 @@
+"""What can go wrong, as one tree. Facts are attributes; nobody has to read a message.
+
+OncelyError
+├── InvalidKey (ValueError)     a scope or key that cannot be stored, refused before any SQL
+├── KeyReused                   the key came back with another request
+├── KeyInFlight                 the first caller of this key has not finished
+├── KeyInUse                    the key was used again inside its own work
+├── NoTransaction               the connection is in autocommit: nothing could be atomic on it
+├── TableNameTaken (ValueError) the MetaData has another table of that name
+├── DedupKeyReused              an event's dedup_key came back with another event
+├── CancelUnsafe                cancel cannot be right at the caller's isolation level
+├── PublishFailed               a publisher sent some events of a batch and not others
+├── PublisherUnavailable        the broker is away; no event is to blame
+├── EffectPending               another owner is making this call now
+├── EffectUnknown               the call may have happened and nobody can tell
+├── EffectFailed                the call did not happen, for good
+├── EffectLost                  the owner of a call lost its claim before it could record the end
+└── WebhookReused               a webhook's key came back with other content
+
+Reject                          raised by your publisher or handler: no retry can mend this
+Refused                         raised by your work: an answer, stored, with the work undone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timedelta
+from uuid import UUID
+
+__all__ = [
+    "CancelUnsafe",
+    "DedupKeyReused",
+    "EffectFailed",
+    "EffectLost",
+    "EffectPending",
+    "EffectUnknown",
+    "InvalidKey",
+    "KeyInFlight",
+    "KeyInUse",
+    "KeyReused",
+    "NoTransaction",
+    "OncelyError",
+    "PublishFailed",
+    "PublisherUnavailable",
+    "Refused",
+    "Reject",
+    "TableNameTaken",
+    "WebhookReused",
+]
+
+
+class OncelyError(Exception):
+    """The root of everything that oncely raises on its own account."""
+
+
+class InvalidKey(OncelyError, ValueError):
+    """A scope or key that PostgreSQL cannot store: NUL, an unpaired surrogate, over 1,000 bytes.
+
+    Raised before any SQL, so the caller's transaction is untouched.
+    """
+
+
+class KeyReused(OncelyError):
+    """The same scope and key arrived with another fingerprint: another request wears this key."""
+
+    def __init__(self, scope: str, key: str) -> None:
+        super().__init__(scope, key)
+        self.scope = scope
+        self.key = key
+
+    def __str__(self) -> str:
+        return f"key {self.key!r} in scope {self.scope!r} was used before with another request"
+
+
+class KeyInFlight(OncelyError):
+    """The first caller of this key has not finished within the wait that was allowed.
+
+    The caller's transaction is still usable. `retry_after` is a suggestion for the client.
+    """
+
+    def __init__(self, scope: str, key: str, retry_after: timedelta) -> None:
+        super().__init__(scope, key, retry_after)
+        self.scope = scope
+        self.key = key
+        self.retry_after = retry_after
+
+    def __str__(self) -> str:
+        seconds = self.retry_after.total_seconds()
+        return f"key {self.key!r} in scope {self.scope!r} is in flight; try again in {seconds:g} s"
+
+
+class KeyInUse(OncelyError):
+    """The key was used again inside its own work, in the same transaction: it would wait for itself."""
+
+    def __init__(self, scope: str, key: str) -> None:
+        super().__init__(scope, key)
+        self.scope = scope
+        self.key = key
+
+    def __str__(self) -> str:
+        return f"key {self.key!r} in scope {self.scope!r} is used inside its own work"
+
+
+class NoTransaction(OncelyError):
+    """The connection is in autocommit, where each statement commits alone and nothing is atomic."""
+
+
+class TableNameTaken(OncelyError, ValueError):
+    """The MetaData already has a table of this name that is not the one oncely would make."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"the MetaData already has another table named {self.name!r}; pass table_name="
+
+
+class DedupKeyReused(OncelyError):
+    """`dedup_key` was used for this topic before, with another key or payload.
+
+    `event_id` is the event that has it.
+    """
+
+    def __init__(self, topic: str, dedup_key: str, event_id: UUID) -> None:
+        super().__init__(topic, dedup_key, event_id)
+        self.topic = topic
+        self.dedup_key = dedup_key
+        self.event_id = event_id
+
+    def __str__(self) -> str:
+        return (
+            f"dedup_key {self.dedup_key!r} of topic {self.topic!r} belongs to event "
+            f"{self.event_id}, which has another key or payload"
+        )
+
+
+class CancelUnsafe(OncelyError):
+    """`cancel` was called above READ COMMITTED, where it would decide on an old snapshot."""
+
+
+class PublishFailed(OncelyError):
+    """Raised by a publisher that sent a part of its batch: `failures` maps event ids to errors.
+
+    Events that are not named in `failures` count as sent, except those in `unsent`, which were
+    not tried (they come after a failed event of their key).
+    """
+
+    def __init__(self, failures: Mapping[UUID, Exception], unsent: Iterable[UUID] = ()) -> None:
+        self.failures = dict(failures)
+        self.unsent = frozenset(unsent)
+        super().__init__(self.failures, self.unsent)
+
+    def __str__(self) -> str:
+        named = ", ".join(f"{event}: {error!r}" for event, error in list(self.failures.items())[:3])
+        more = f" and {len(self.failures) - 3} more" if len(self.failures) > 3 else ""
+        return f"{len(self.failures)} events were not published ({named}{more})"
+
+
+class PublisherUnavailable(OncelyError):
+    """Raised by a publisher whose broker cannot be reached: no event of the batch is to blame."""
+
+
+class EffectPending(OncelyError):
+    """Another owner is making this call and has not finished. `expires_at` is when it counts as unknown."""
+
+    def __init__(self, key: str, expires_at: datetime | None = None) -> None:
+        super().__init__(key, expires_at)
+        self.key = key
+        self.expires_at = expires_at
+
+    def __str__(self) -> str:
+        return f"effect {self.key!r} is being made by another owner"
+
+
+class EffectUnknown(OncelyError):
+    """The call may or may not have happened. It is not made again until somebody decides."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+    def __str__(self) -> str:
+        return f"the outcome of effect {self.key!r} is unknown; verify it or resolve it by hand"
+
+
+class EffectFailed(OncelyError):
+    """The call did not happen and is known not to have. Raised by your call, and again on a replay."""
+
+
+class EffectLost(OncelyError):
+    """This owner's claim on the effect ended before it could record the result."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+    def __str__(self) -> str:
+        return f"the claim on effect {self.key!r} was lost before its end could be recorded"
+
+
+class WebhookReused(OncelyError):
+    """The same caller, account, URL, type and key arrived with other content or another scope."""
+
+
+class Reject(Exception):
+    """Raise it from a publisher or a handler for what no retry can mend: a dead letter at once."""
+
+
+class Refused(Exception):
+    """Raise it from the work of a key: a deliberate answer. The work is undone, the answer kept."""
+
+    def __init__(
+        self,
+        status: int,
+        body: str | bytes | None = None,
+        headers: Mapping[str, str] | Iterable[tuple[str, str]] = (),
+    ) -> None:
+        pairs = headers.items() if isinstance(headers, Mapping) else headers
+        self.status = status
+        self.body = body
+        self.headers = tuple((name, value) for name, value in pairs)
+        super().__init__(status, body, self.headers)
+
+    def __str__(self) -> str:
+        return f"refused with status {self.status}"

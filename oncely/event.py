@@ -1,0 +1,264 @@
+"""The thing that travels: an event, and the JSON in which its payload is written.
+
+`Event` is what relays hand to publishers and consumers hand to handlers. `NewEvent` is what an
+application emits. `encode_json` is the only encoder of payloads, headers and results in oncely:
+what it accepts can be stored in a `jsonb` column and read back, and what it refuses is refused
+before any SQL, with the place of the offending value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from enum import Enum
+from typing import Any, TypeAlias
+from uuid import UUID
+
+if sys.version_info >= (3, 14):
+    from uuid import uuid7
+else:
+    from uuid_utils.compat import uuid7
+
+__all__ = ["Event", "Handler", "NewEvent", "Publisher", "decode_json", "encode_json", "uuid7"]
+
+_UNREAD: Any = object()
+
+
+class Event:
+    """An event on its way out of the outbox or into a handler.
+
+    `id` is the same on every delivery: consumers recognise a duplicate by it. `payload` is decoded
+    when it is first read; `payload_json` is the stored text, for whoever passes it on. `key` names
+    what must stay in order. `created_at` is the emitting transaction's time by the database's
+    clock. `attempt` counts deliveries from 1.
+    """
+
+    __slots__ = (
+        "_headers",
+        "_headers_json",
+        "_payload",
+        "_payload_json",
+        "attempt",
+        "created_at",
+        "id",
+        "key",
+        "topic",
+    )
+
+    id: UUID
+    topic: str
+    key: str | None
+    created_at: datetime | None
+    attempt: int
+
+    def __init__(
+        self,
+        id: UUID,  # noqa: A002  the field's name in the table and on the wire
+        topic: str,
+        payload: object,
+        headers: Mapping[str, str] | None = None,
+        key: str | None = None,
+        created_at: datetime | None = None,
+        attempt: int = 1,
+    ) -> None:
+        self.id = id
+        self.topic = topic
+        self.key = key
+        self.created_at = created_at
+        self.attempt = attempt
+        self._payload = payload
+        self._payload_json: str | None = None
+        self._headers = headers
+        self._headers_json: str | None = None
+
+    @classmethod
+    def from_json(
+        cls,
+        id: UUID,  # noqa: A002
+        topic: str,
+        payload_json: str,
+        headers_json: str | None = None,
+        key: str | None = None,
+        created_at: datetime | None = None,
+        attempt: int = 1,
+    ) -> Event:
+        """An event whose payload and headers are still text; they are decoded when they are read."""
+        event = cls(id, topic, _UNREAD, None, key, created_at, attempt)
+        event._payload_json = payload_json
+        if headers_json is not None:
+            event._headers = _UNREAD
+            event._headers_json = headers_json
+        return event
+
+    @property
+    def payload(self) -> Any:
+        """The payload as Python values. Raises ValueError when the stored text is not JSON."""
+        if self._payload is _UNREAD:
+            self._payload = decode_json(self.payload_json)
+        return self._payload
+
+    @property
+    def payload_json(self) -> str:
+        """The payload as JSON text, as it was stored."""
+        if self._payload_json is None:
+            self._payload_json = encode_json(self._payload)
+        return self._payload_json
+
+    @property
+    def headers(self) -> Mapping[str, str] | None:
+        """The headers given to emit, or None."""
+        if self._headers is _UNREAD:
+            assert self._headers_json is not None  # noqa: S101  from_json sets the two together
+            self._headers = decode_json(self._headers_json)
+        return self._headers
+
+    @property
+    def headers_json(self) -> str | None:
+        """The headers as JSON text, or None."""
+        if self._headers_json is None and self._headers is not None:
+            self._headers_json = encode_json(self._headers)
+        return self._headers_json
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Event):
+            return NotImplemented
+        return self._facts() == other._facts()
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __repr__(self) -> str:
+        # Without the payload: a repr ends up in logs.
+        return f"Event(id={self.id}, topic={self.topic!r}, key={self.key!r}, attempt={self.attempt})"
+
+    def _facts(self) -> tuple[object, ...]:
+        return (
+            self.id,
+            self.topic,
+            self.key,
+            self.created_at,
+            self.attempt,
+            self.headers,
+            self.payload,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class NewEvent:
+    """An event to emit: see `Outbox.emit` for what each field means."""
+
+    topic: str
+    payload: object
+    key: str | None = None
+    headers: Mapping[str, str] | None = None
+    delay: timedelta | None = None
+    dedup_key: str | None = None
+
+
+Publisher: TypeAlias = Callable[[Sequence[Event]], Awaitable[object]]
+"""Sends a batch, in order. Returning means that all of it was accepted.
+
+It raises PublishFailed when it sent a part, PublisherUnavailable (or ConnectionError, OSError,
+TimeoutError) when the broker is away, Reject for what can never be sent. After the failure of an
+event it sends nothing more of that event's key.
+"""
+
+Handler: TypeAlias = Callable[[Event], Awaitable[object]]
+"""Handles one event. Returning means that it is done; it raises Reject for what can never be."""
+
+
+def encode_json(value: object, *, what: str = "payload") -> str:
+    """JSON text for `value`, in a form that a jsonb column takes.
+
+    Beside JSON's own types: aware datetime and date (ISO 8601), UUID, Decimal (a string), Enum (its
+    value), dataclasses and pydantic models (their fields). ValueError names the place of what
+    cannot be stored: naive datetimes, bytes, NaN, infinities, NUL, unpaired surrogates, cycles and
+    every other type. `what` names the value in that message.
+    """
+    try:
+        text = _ENCODER.encode(value)
+        text.encode()  # an unpaired surrogate has no UTF-8
+    except (TypeError, ValueError, RecursionError) as error:
+        _check(value, what, ())
+        raise ValueError(f"{what}: {error}") from error
+    if "\\u0000" in text:  # a NUL, or a harmless backslash before u0000
+        _check(value, what, ())
+    return text
+
+
+def decode_json(text: str) -> Any:
+    """The values of a JSON text that encode_json wrote."""
+    return json.loads(text)
+
+
+def _plain(value: object) -> object:
+    """What the encoder writes in the place of a value that JSON has no form for."""
+    if isinstance(value, datetime):
+        if value.utcoffset() is None:
+            raise ValueError("a datetime without a time zone")
+        return value.isoformat()
+    if isinstance(value, date):
+        return value.isoformat()
+    if isinstance(value, UUID):
+        return str(value)
+    if isinstance(value, Decimal):
+        if not value.is_finite():
+            raise ValueError(f"Decimal {value}")
+        return str(value)
+    if isinstance(value, Enum):
+        return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if hasattr(type(value), "model_dump") and hasattr(type(value), "__pydantic_fields__"):
+        return value.model_dump()  # type: ignore[attr-defined]  # a pydantic model
+    raise ValueError(f"a value of type {type(value).__name__}")
+
+
+_ENCODER = json.JSONEncoder(default=_plain, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+
+
+def _check(value: object, path: str, above: tuple[int, ...]) -> None:
+    """Walks the value as the encoder does and raises ValueError for the first place it refuses."""
+    if id(value) in above:
+        raise ValueError(f"{path}: the value contains itself")
+    if len(above) > 200:
+        raise ValueError(f"{path}: nested too deeply")
+    if isinstance(value, Enum):
+        _check(value.value, path, above)
+    elif isinstance(value, str):
+        _check_text(value, path)
+    elif value is None or isinstance(value, int):
+        return
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{path}: {value} is not JSON")
+    elif isinstance(value, dict):
+        for name, member in value.items():
+            if not (name is None or isinstance(name, (str, int, float))):
+                raise ValueError(f"{path}: a key of type {type(name).__name__}; keys are strings")
+            _check(name, f"{path} key {name!r}", ())
+            _check(member, f"{path}[{name!r}]", (*above, id(value)))
+    elif isinstance(value, (list, tuple)):
+        for index, member in enumerate(value):
+            _check(member, f"{path}[{index}]", (*above, id(value)))
+    else:
+        try:
+            plain = _plain(value)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error} is not JSON") from None
+        _check(plain, path, (*above, id(value)))
+
+
+def _check_text(text: str, path: str) -> None:
+    if "\0" in text:
+        raise ValueError(f"{path}: a NUL character cannot be stored")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{path}: an unpaired surrogate cannot be stored") from None

@@ -1,0 +1,96 @@
+"""Run, tick, back off, stop within a grace period: once, for every worker of oncely.
+
+A worker is a *tick* that does a bounded piece of work and says whether there may be more. The loop
+calls it again and again. When there is nothing to do it lets the worker wait; when the other side
+is away it backs off; when it is told to stop it starts nothing more, gives the running tick a
+grace period, and then cancels it. A tick that is cancelled gives back what it holds; for that it
+has as long again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from datetime import timedelta
+from typing import Any
+
+from oncely.backoff import Backoff
+
+__all__ = ["run_loop", "wait_for_either"]
+
+
+async def run_loop(
+    tick: Callable[[], Coroutine[Any, Any, bool]],
+    *,
+    stop: asyncio.Event | None,
+    idle: Callable[[], Coroutine[Any, Any, object]],
+    grace: timedelta,
+    backoff: Backoff,
+    is_outage: Callable[[Exception], bool],
+    on_outage: Callable[[Exception, timedelta], object],
+) -> None:
+    """Call `tick` until `stop` is set or the task is cancelled.
+
+    `tick` returns True when it should be called again at once; after False, `idle` is awaited: it
+    returns when there may be work. An exception for which `is_outage` is true is reported to
+    `on_outage` with the delay before the next tick, which grows by `backoff` while the outage
+    lasts; every other exception ends the loop.
+    """
+    stop = stop if stop is not None else asyncio.Event()
+    failures = 0
+    while not stop.is_set():
+        try:
+            more = await _within(tick(), stop, grace)
+        except Exception as error:
+            if not is_outage(error):
+                raise
+            failures += 1
+            delay = backoff.delay(failures)
+            on_outage(error, delay)
+            await wait_for_either(asyncio.sleep(delay.total_seconds()), stop)
+        else:
+            failures = 0
+            if not more:
+                await wait_for_either(idle(), stop)
+
+
+async def wait_for_either(waiting: Coroutine[Any, Any, object], stop: asyncio.Event) -> None:
+    """Returns when `waiting` has ended or `stop` is set, whichever is first. Errors go on."""
+    task = asyncio.ensure_future(waiting)
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        await _end(task)
+        await _end(stopping)
+
+
+async def _within(work: Coroutine[Any, Any, bool], stop: asyncio.Event, grace: timedelta) -> bool:
+    """The result of `work`; it is cancelled when it still runs `grace` after the stop."""
+    task = asyncio.ensure_future(work)
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            await asyncio.wait({task}, timeout=grace.total_seconds())
+        if task.done():
+            return task.result()
+        await _end(task, grace)
+        if task.done() and not task.cancelled():
+            return task.result()
+        return False
+    except asyncio.CancelledError:
+        await _end(task, grace)
+        raise
+    finally:
+        await _end(stopping)
+
+
+async def _end(task: asyncio.Future[Any], patience: timedelta | None = None) -> None:
+    """Cancel the task and wait until it has ended, for `patience` at most."""
+    if task.done():
+        return
+    task.cancel()
+    await asyncio.wait({task}, timeout=patience.total_seconds() if patience is not None else None)

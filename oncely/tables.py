@@ -1,0 +1,173 @@
+"""Every table, index and named constraint that oncely keeps in the user's database.
+
+The tables are attached to the user's own MetaData, so Alembic's autogenerate sees them. Asking
+twice for the same table gives the same table. Invariants are CHECK constraints with a name, so the
+database refuses a half state. Every time is the database's clock. Columns that version 0.1.0 did
+not have are nullable or have a server default, so that its tables upgrade with their rows kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Column,
+    DateTime,
+    Identity,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    Uuid,
+    func,
+    text,
+)
+from sqlalchemy.dialects.postgresql import ARRAY, JSONB
+from sqlalchemy.schema import SchemaItem
+
+from oncely.errors import TableNameTaken
+
+__all__ = ["idempotency_table", "inbox_table", "outbox_tables"]
+
+_LONGEST_NAME = 63
+_LONGEST_SUFFIX = len("_deferred_idx")
+
+
+def idempotency_table(metadata: MetaData, name: str, schema: str | None) -> Table:
+    """One row per key that was used: whose it is, what was asked, and the answer when there is one."""
+
+    def items() -> list[SchemaItem]:
+        return [
+            Column("scope", Text, primary_key=True),
+            Column("key", Text, primary_key=True),
+            Column("request_hash", LargeBinary, nullable=False),
+            Column("response_code", Integer),
+            Column("response_headers", JSONB(none_as_null=True)),
+            Column("response_body", Text),
+            Column("response_bytes", LargeBinary),
+            Column("created_at", _TIME, nullable=False, server_default=func.now()),
+            Column("expires_at", _TIME),
+            CheckConstraint("response_body IS NULL OR response_bytes IS NULL", name=f"{name}_one_body_check"),
+            CheckConstraint(
+                "response_code IS NOT NULL OR (response_headers IS NULL AND "
+                "response_body IS NULL AND response_bytes IS NULL)",
+                name=f"{name}_answer_check",
+            ),
+            Index(f"{name}_created_at_idx", "created_at"),
+        ]
+
+    return _attach(metadata, name, schema, "idempotency_keys", items)
+
+
+def outbox_tables(metadata: MetaData, name: str, schema: str | None) -> tuple[Table, Table]:
+    """The events, and the claims: one row per batch that is in flight.
+
+    States of an event: ready (`due_at` null), deferred (`due_at` set), published, dead. It is
+    *tried* when `attempts` > 0. It is in flight as long as a claim lists its id.
+    """
+
+    def event_items() -> list[SchemaItem]:
+        open_ = "published_at IS NULL AND dead_at IS NULL"
+        return [
+            Column("id", Uuid, primary_key=True),
+            Column("position", BigInteger, Identity(always=True), nullable=False),
+            Column("topic", Text, nullable=False),
+            Column("key", Text),
+            Column("payload", JSONB, nullable=False),
+            Column("headers", JSONB(none_as_null=True)),
+            Column("dedup_key", Text),
+            Column("created_at", _TIME, nullable=False, server_default=func.now()),
+            Column("due_at", _TIME),
+            Column("attempts", Integer, nullable=False, server_default=text("0")),
+            Column("last_error", Text),
+            Column("published_at", _TIME),
+            Column("dead_at", _TIME),
+            CheckConstraint("attempts >= 0", name=f"{name}_attempts_check"),
+            CheckConstraint(
+                "published_at IS NULL OR (dead_at IS NULL AND due_at IS NULL)",
+                name=f"{name}_published_check",
+            ),
+            CheckConstraint("dead_at IS NULL OR due_at IS NULL", name=f"{name}_dead_check"),
+            Index(
+                f"{name}_pending_idx",
+                "position",
+                postgresql_where=text(f"{open_} AND due_at IS NULL"),
+            ),
+            Index(
+                f"{name}_deferred_idx",
+                "due_at",
+                "position",
+                postgresql_where=text(f"{open_} AND due_at IS NOT NULL"),
+            ),
+            Index(
+                f"{name}_tried_idx",
+                "key",
+                "position",
+                postgresql_where=text("published_at IS NULL AND attempts > 0"),
+            ),
+            Index(f"{name}_dead_idx", "dead_at", postgresql_where=text("dead_at IS NOT NULL")),
+            Index(
+                f"{name}_dedup_idx",
+                "topic",
+                "dedup_key",
+                unique=True,
+                postgresql_where=text("dedup_key IS NOT NULL"),
+            ),
+        ]
+
+    def claim_items() -> list[SchemaItem]:
+        return [
+            Column("number", BigInteger, Identity(always=True), primary_key=True),
+            Column("token", Uuid, nullable=False),
+            Column("claimed_by", Text, nullable=False),
+            Column("expires_at", _TIME, nullable=False),
+            Column("event_ids", ARRAY(Uuid), nullable=False),
+            Column("keys", ARRAY(Text), nullable=False),
+            Column("low", BigInteger),
+            CheckConstraint("cardinality(event_ids) > 0", name=f"{name}_claims_events_check"),
+        ]
+
+    return (
+        _attach(metadata, name, schema, "outbox", event_items),
+        _attach(metadata, f"{name}_claims", schema, "outbox_claims", claim_items),
+    )
+
+
+def inbox_table(metadata: MetaData, name: str, schema: str | None) -> Table:
+    """One row per consumer and event that was handled."""
+
+    def items() -> list[SchemaItem]:
+        return [
+            Column("consumer", Text, primary_key=True),
+            Column("event_id", Uuid, primary_key=True),
+            Column("handled_at", _TIME, nullable=False, server_default=func.now()),
+            Index(f"{name}_handled_at_idx", "handled_at"),
+        ]
+
+    return _attach(metadata, name, schema, "inbox", items)
+
+
+_TIME = DateTime(timezone=True)
+
+
+def _attach(
+    metadata: MetaData,
+    name: str,
+    schema: str | None,
+    kind: str,
+    items: Callable[[], list[SchemaItem]],
+) -> Table:
+    """The table of this name on the MetaData: the one that is there if it is ours, else a new one."""
+    if len(name) + _LONGEST_SUFFIX > _LONGEST_NAME:
+        raise ValueError(f"table name {name!r} is too long: its indexes would exceed 63 characters")
+    schema = schema if schema is not None else metadata.schema
+    present = metadata.tables.get(name if schema is None else f"{schema}.{name}")
+    if present is None:
+        return Table(name, metadata, *items(), schema=schema, info={"oncely": kind})
+    if present.info.get("oncely") != kind:
+        raise TableNameTaken(present.fullname)
+    return present

@@ -1,0 +1,113 @@
+"""Real engines for every test: one PostgreSQL and one Valkey a session, a database of its own per test.
+
+ONCELY_TEST_DATABASE_URL and ONCELY_TEST_REDIS_URL point the tests at servers of yours instead.
+There they keep to a schema `oncely_test`, dropped after each test, and to keys of that prefix.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import psycopg
+import pytest
+from redis.asyncio import Redis
+from sqlalchemy import MetaData
+from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
+
+from oncely.testing import EmbeddedPostgres, EmbeddedValkey
+from tests.database import Database
+
+DRIVERS = ("asyncpg", "psycopg")
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[EmbeddedPostgres]:
+    """The session's PostgreSQL server. Tests that stop a server start one of their own."""
+    with EmbeddedPostgres() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def valkey() -> Iterator[EmbeddedValkey]:
+    """The session's Valkey server. Tests that stop or flush a server start one of their own."""
+    with EmbeddedValkey() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_url(request: pytest.FixtureRequest) -> str:
+    given = os.environ.get("ONCELY_TEST_REDIS_URL")
+    if given is not None:
+        return given
+    server: EmbeddedValkey = request.getfixturevalue("valkey")
+    return server.url
+
+
+@pytest.fixture(params=DRIVERS)
+def driver(request: pytest.FixtureRequest) -> str:
+    """Both drivers, for the tests that name it; `database` alone runs on asyncpg."""
+    return str(request.param)
+
+
+@pytest.fixture
+def database(request: pytest.FixtureRequest) -> Iterator[Database]:
+    """An empty database, reached by the test's `driver` if it has one, else by asyncpg."""
+    name = f"test_{uuid.uuid4().hex}"
+    driver = request.getfixturevalue("driver") if "driver" in request.fixturenames else "asyncpg"
+    given = os.environ.get("ONCELY_TEST_DATABASE_URL")
+    if given is not None:
+        with Database.in_schema(given, driver) as database:
+            yield database
+        return
+    server: EmbeddedPostgres = request.getfixturevalue("postgres")
+    with psycopg.connect(server.dsn(), autocommit=True) as admin:
+        admin.execute(f"CREATE DATABASE {name} TEMPLATE template0".encode())
+        yield Database(server.url(driver, name))
+        admin.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
+
+
+@pytest.fixture
+def metadata() -> MetaData:
+    return MetaData()
+
+
+@pytest.fixture
+async def engines(database: Database) -> AsyncIterator[Callable[..., AsyncEngine]]:
+    """Makes engines on the test's database: `engines(pool_size=1)`; disposes of them all."""
+    made: list[AsyncEngine] = []
+
+    def make(**options: object) -> AsyncEngine:
+        made.append(database.engine(**options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        await engine.dispose()
+
+
+@pytest.fixture
+def engine(engines: Callable[..., AsyncEngine]) -> AsyncEngine:
+    return engines(pool_size=20, max_overflow=20)
+
+
+@pytest.fixture
+def sessions(engine: AsyncEngine) -> async_sessionmaker:  # type: ignore[type-arg]  # of AsyncSession
+    return async_sessionmaker(engine)
+
+
+@pytest.fixture
+async def redis(redis_url: str) -> AsyncIterator[Redis]:
+    async with Redis.from_url(redis_url) as client:
+        yield client
+
+
+@pytest.fixture
+async def stream(redis: Redis) -> AsyncIterator[str]:
+    """The name of a stream of the test's own; all keys that begin with it are removed after."""
+    name = f"oncely_test:{uuid.uuid4().hex}"
+    yield name
+    left = [key async for key in redis.scan_iter(match=f"{name}*")]
+    if left:
+        await redis.delete(*left)
