@@ -17,7 +17,7 @@ check: .venv/installed
 	$(BIN)/mypy
 
 bench: .venv/installed
-	$(BIN)/python -m tests.benchmarks
+	$(BIN)/python -m tests.benchmarks $(ONLY)
 
 .venv/installed: pyproject.toml
 	$(PYTHON) -m venv .venv
