@@ -5,6 +5,7 @@ Idempotency keys, a transactional outbox and Redis Streams for async SQLAlchemy 
 
 from oncely.errors import (
     CancelUnsafe,
+    ClaimLost,
     DedupKeyReused,
     InvalidKey,
     KeyInFlight,
@@ -19,9 +20,11 @@ from oncely.errors import (
     TableNameTaken,
 )
 from oncely.event import Event, NewEvent
+from oncely.outbox import Outbox
 
 __all__ = [
     "CancelUnsafe",
+    "ClaimLost",
     "DedupKeyReused",
     "Event",
     "InvalidKey",
@@ -31,6 +34,7 @@ __all__ = [
     "NewEvent",
     "NoTransaction",
     "OncelyError",
+    "Outbox",
     "PublishFailed",
     "PublisherUnavailable",
     "Refused",

@@ -29,6 +29,7 @@ from uuid import UUID
 
 __all__ = [
     "CancelUnsafe",
+    "ClaimLost",
     "DedupKeyReused",
     "EffectFailed",
     "EffectLost",
@@ -137,6 +138,20 @@ class DedupKeyReused(OncelyError):
 
 class CancelUnsafe(OncelyError):
     """`cancel` was called above READ COMMITTED, where it would decide on an old snapshot."""
+
+
+class ClaimLost(OncelyError):
+    """A batch was published for longer than its lease: nothing was marked, and it will be sent again.
+
+    `event_ids` are the events that will leave twice. Give a longer lease or a smaller batch.
+    """
+
+    def __init__(self, event_ids: Iterable[UUID]) -> None:
+        self.event_ids = tuple(event_ids)
+        super().__init__(self.event_ids)
+
+    def __str__(self) -> str:
+        return f"the claim on {len(self.event_ids)} events had expired before they were marked as published"
 
 
 class PublishFailed(OncelyError):

@@ -20,12 +20,26 @@ from enum import Enum
 from typing import Any, TypeAlias
 from uuid import UUID
 
+from oncely.errors import InvalidKey
+
 if sys.version_info >= (3, 14):
     from uuid import uuid7
 else:
     from uuid_utils.compat import uuid7
 
-__all__ = ["Event", "Handler", "NewEvent", "Publisher", "decode_json", "encode_json", "uuid7"]
+__all__ = [
+    "Event",
+    "Handler",
+    "NewEvent",
+    "Publisher",
+    "check_key",
+    "decode_json",
+    "encode_json",
+    "uuid7",
+]
+
+LONGEST_KEY = 1_000
+"""The longest key, topic or scope that is stored, in bytes of UTF-8; an index entry takes 2,700."""
 
 _UNREAD: Any = object()
 
@@ -195,6 +209,21 @@ def encode_json(value: object, *, what: str = "payload") -> str:
 def decode_json(text: str) -> Any:
     """The values of a JSON text that encode_json wrote."""
     return json.loads(text)
+
+
+def check_key(value: object, what: str) -> None:
+    """Raise InvalidKey unless `value` is text that a key column and its index can take.
+
+    That is a str of at most 1,000 bytes of UTF-8, without NUL and unpaired surrogates.
+    """
+    if not isinstance(value, str):
+        raise InvalidKey(f"{what} must be a str, not {type(value).__name__}")
+    try:
+        _check_text(value, what)
+    except ValueError as error:
+        raise InvalidKey(str(error)) from None
+    if len(value) * 4 > LONGEST_KEY and len(value.encode()) > LONGEST_KEY:
+        raise InvalidKey(f"{what} has {len(value.encode()):,} bytes; at most {LONGEST_KEY:,} are stored")
 
 
 def _plain(value: object) -> object:

@@ -10,13 +10,15 @@ has as long again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from oncely.backoff import Backoff
 
-__all__ = ["run_loop", "wait_for_either"]
+__all__ = ["complete", "run_loop", "wait_for_either"]
+
+_T = TypeVar("_T")
 
 
 async def run_loop(
@@ -65,6 +67,38 @@ async def wait_for_either(waiting: Coroutine[Any, Any, object], stop: asyncio.Ev
     finally:
         await _end(task)
         await _end(stopping)
+
+
+async def complete(
+    work: Coroutine[Any, Any, _T],
+    *,
+    patience: timedelta,
+    undo: Callable[[_T], Awaitable[object]] | None = None,
+) -> _T:
+    """The result of `work`, which is carried to its end although the caller is cancelled meanwhile.
+
+    The cancellation then goes on, after `undo` was given the result that nobody else will see.
+    Both together have `patience`, or they are cancelled too.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if task.cancelled():
+            raise
+
+        async def finish() -> None:
+            result = await task
+            if undo is not None:
+                await undo(result)
+
+        ending = asyncio.ensure_future(finish())
+        await asyncio.wait({ending}, timeout=patience.total_seconds())
+        if not ending.done():
+            await _end(ending, patience)
+        elif (error := ending.exception()) is not None:
+            raise asyncio.CancelledError from error
+        raise
 
 
 async def _within(work: Coroutine[Any, Any, bool], stop: asyncio.Event, grace: timedelta) -> bool:

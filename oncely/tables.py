@@ -92,6 +92,10 @@ def outbox_tables(metadata: MetaData, name: str, schema: str | None) -> tuple[Ta
                 name=f"{name}_published_check",
             ),
             CheckConstraint("dead_at IS NULL OR due_at IS NULL", name=f"{name}_dead_check"),
+            CheckConstraint(
+                "attempts = 0 OR due_at IS NOT NULL OR published_at IS NOT NULL OR dead_at IS NOT NULL",
+                name=f"{name}_tried_check",
+            ),
             Index(
                 f"{name}_pending_idx",
                 "position",
@@ -101,13 +105,13 @@ def outbox_tables(metadata: MetaData, name: str, schema: str | None) -> tuple[Ta
                 f"{name}_deferred_idx",
                 "due_at",
                 "position",
-                postgresql_where=text(f"{open_} AND due_at IS NOT NULL"),
+                postgresql_where=text(f"{open_} AND due_at IS NOT NULL AND attempts = 0"),
             ),
             Index(
                 f"{name}_tried_idx",
                 "key",
                 "position",
-                postgresql_where=text("published_at IS NULL AND attempts > 0"),
+                postgresql_where=text(f"{open_} AND attempts > 0"),
             ),
             Index(f"{name}_dead_idx", "dead_at", postgresql_where=text("dead_at IS NOT NULL")),
             Index(

@@ -6,8 +6,8 @@ commits, rolls back or closes it. Whatever takes a `sessionmaker` does all of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeAlias
 
 from sqlalchemy import Table
@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_s
 
 from oncely.errors import NoTransaction
 
-__all__ = ["Caller", "Sessionmaker", "join"]
+__all__ = ["Caller", "Sessionmaker", "begin", "join"]
 
 Caller: TypeAlias = AsyncSession | AsyncConnection | async_scoped_session[AsyncSession]
 """What the functions that join a transaction take as their `session`."""
@@ -42,3 +42,16 @@ async def join(caller: Caller, table: Table) -> AsyncConnection:
             "commit together; use a connection with a transaction"
         )
     return connection
+
+
+@asynccontextmanager
+async def begin(sessionmaker: Sessionmaker, table: Table) -> AsyncIterator[AsyncConnection]:
+    """A short READ COMMITTED transaction of our own, committed at the end of the block.
+
+    READ COMMITTED whatever the engine says: the statements that run here take a lock and then need
+    to see what was committed while they waited for it.
+    """
+    async with sessionmaker() as session, session.begin():
+        yield await session.connection(
+            bind_arguments={"clause": table}, execution_options={"isolation_level": "READ COMMITTED"}
+        )

@@ -1,0 +1,402 @@
+"""Which events are in flight: claim a batch, settle it, reap what a dead relay left behind.
+
+One row in the claims table stands for one batch: the ids it covers, the keys it holds, a token and
+an expiry. The row is the lease. A claim is live as long as its row exists; only the reaper looks at
+`expires_at`. No transaction is open while a batch is published.
+
+The claimer is authoritative. Claims are made one at a time, under a transaction-level advisory
+lock, each with a snapshot taken after the lock was obtained. What a claim may take:
+
+- *fresh* events (ready, or deferred and due, and never tried) in line, as a full batch;
+- *tried* events (`attempts` > 0) alone, the lowest of their key first.
+
+The two take turns, so neither starves the other. A key is *held*, and its events wait, while a live
+claim has it, while a tried event of it is unpublished, and under `park` while a dead one is.
+
+The floor. Rows that were published stay in the index while a long transaction keeps them visible.
+So that they are not read again and again, each ledger remembers a position below which no event
+will ever be ready again, and scans from there. An event may still appear below a position that was
+seen when its transaction took its place in line and has not committed. Hence two rules: a
+transaction that emits has its transaction id before it takes a place (see `Outbox.emit`), and the
+floor rises only to a position that was seen by an earlier claim whose own transaction id is older
+than every transaction that still runs. `pg_snapshot_xmax` would not do: it is one past the newest
+*completed* transaction, and a running one may already have a higher id. The memory is good only for
+the server process and the table files it was made with; where either has changed, it counts as zero.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+from uuid import UUID, uuid4
+
+from sqlalchemy import ARRAY, BigInteger, Boolean, Integer, Interval, Table, Text, Uuid
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from oncely.event import Event
+from oncely.statement import Statement
+from oncely.transaction import Sessionmaker, begin
+
+__all__ = ["Claim", "Failure", "Ledger", "OnDead"]
+
+OnDead = Literal["continue", "park"]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A batch that is ours to publish until `deadline` (on the monotonic clock, in seconds)."""
+
+    token: UUID
+    events: list[Event]
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one event's try ended: tried again after `delay`, or dead when there is none."""
+
+    event_id: UUID
+    error: str
+    delay: timedelta | None
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What one ledger knows about the table, good for the `ground` it was learnt on."""
+
+    ground: str = ""
+    floor: int = 0
+    first_claim: int = 0
+    # Positions seen by earlier claims, each with the transaction id of that claim, oldest first.
+    seen: deque[tuple[int, int]] = field(default_factory=deque)
+
+
+class Ledger:
+    """The claims of one outbox. One per relay process; any number of them work side by side."""
+
+    def __init__(self, events: Table, claims: Table, *, on_dead: OnDead) -> None:
+        self._events = events
+        self._memory = _Memory()
+        self._tried_first = False
+        self._name = f"{socket.gethostname()}:{os.getpid()}"
+        tables = {"outbox": events, "claims": claims}
+        parked = _PARKED if on_dead == "park" else _NOTHING_PARKED
+        self._lock = Statement(_LOCK, tables)
+        self._reap = Statement(_REAP, tables, {"limit": Integer})
+        self._choose = Statement(
+            _CHOOSE.replace("/* parked */", parked),
+            tables,
+            {
+                "token": Uuid,
+                "claimed_by": Text,
+                "lease": Interval,
+                "limit": Integer,
+                "tried_first": Boolean,
+                "ground": Text,
+                "floor": BigInteger,
+                "first_claim": BigInteger,
+            },
+        )
+        self._publish = Statement(_SETTLE_PUBLISHED, tables, {"token": Uuid, "published": ARRAY(Uuid)})
+        self._settle = Statement(
+            _SETTLE,
+            tables,
+            {
+                "token": Uuid,
+                "published": ARRAY(Uuid),
+                "failed": ARRAY(Uuid),
+                "errors": ARRAY(Text),
+                "delays": ARRAY(Interval),
+            },
+        )
+        self._renew = Statement(_RENEW, tables, {"token": Uuid, "lease": Interval})
+
+    async def claim(self, sessionmaker: Sessionmaker, *, limit: int, lease: timedelta) -> Claim | None:
+        """Take up to `limit` events for `lease`; None when nothing may be published now."""
+        begun = time.monotonic()
+        token = uuid4()
+        self._tried_first = not self._tried_first
+        async with begin(sessionmaker, self._events) as connection:
+            expired = (await connection.execute(self._lock)).scalar_one()
+            if expired:
+                await connection.execute(self._reap, {"limit": _REAPED_AT_ONCE})
+            rows = await self._rows(connection, token, limit, lease)
+        if not rows:
+            return None
+        self._learn(rows[0][-1], trust_position=not expired)
+        # A tenth of the lease is kept for the settling, and for clocks that run at other speeds.
+        return Claim(
+            token=token,
+            events=[Event.from_json(*row[:-1]) for row in rows],
+            deadline=begun + lease.total_seconds() * 0.9,
+        )
+
+    async def settle(
+        self,
+        sessionmaker: Sessionmaker,
+        claim: Claim,
+        *,
+        published: Sequence[UUID],
+        failures: Sequence[Failure] = (),
+    ) -> bool:
+        """End the claim: mark what was published, note what failed, and free the rest untouched.
+
+        False, with nothing marked, when the claim was lost: it had expired and was reaped.
+        """
+        parameters: dict[str, Any] = {"token": claim.token, "published": list(published)}
+        statement = self._publish
+        if failures:
+            statement = self._settle
+            parameters["failed"] = [failure.event_id for failure in failures]
+            parameters["errors"] = [failure.error for failure in failures]
+            parameters["delays"] = [failure.delay for failure in failures]
+        async with begin(sessionmaker, self._events) as connection:
+            return bool((await connection.execute(statement, parameters)).scalar_one())
+
+    async def release(self, sessionmaker: Sessionmaker, claim: Claim) -> bool:
+        """Give the batch back as it was: nothing is marked or counted. False when it was lost."""
+        return await self.settle(sessionmaker, claim, published=())
+
+    async def renew(self, sessionmaker: Sessionmaker, claim: Claim, *, lease: timedelta) -> float | None:
+        """Hold the claim for `lease` from now: its new deadline, or None when it was lost."""
+        begun = time.monotonic()
+        async with begin(sessionmaker, self._events) as connection:
+            held = (await connection.execute(self._renew, {"token": claim.token, "lease": lease})).scalar()
+        return begun + lease.total_seconds() * 0.9 if held else None
+
+    async def _rows(
+        self, connection: AsyncConnection, token: UUID, limit: int, lease: timedelta
+    ) -> Sequence[Any]:
+        parameters = {
+            "token": token,
+            "claimed_by": self._name,
+            "lease": lease,
+            "limit": limit,
+            "tried_first": self._tried_first,
+            "ground": self._memory.ground,
+            "floor": self._memory.floor,
+            "first_claim": self._memory.first_claim,
+        }
+        return (await connection.execute(self._choose, parameters)).fetchall()
+
+    def _learn(self, facts: Sequence[str | None], *, trust_position: bool) -> None:
+        """Raise the floor by what a claim has seen.
+
+        `trust_position` is False when the transaction had its id before the choosing statement took
+        its snapshot: then a writer with a higher id may have a place below what was seen.
+        """
+        ground, first_claim, clear, top, oldest_running, own = facts
+        memory = self._memory
+        if memory.ground != ground:
+            memory = self._memory = _Memory(ground=str(ground))
+        memory.first_claim = max(memory.first_claim, int(first_claim or 0))
+        if clear is None or top is None or oldest_running is None or own is None:
+            return
+        seen = 0
+        while memory.seen and memory.seen[0][1] <= int(oldest_running):
+            seen = memory.seen.popleft()[0]
+        memory.floor = max(memory.floor, min(int(clear), seen))
+        if trust_position:
+            highest = memory.seen[-1][0] if memory.seen else 0
+            memory.seen.append((max(highest, int(top)), int(own)))
+
+
+_REAPED_AT_ONCE = 20
+
+# In a statement of its own, so that the next one sees what was committed while this one waited. A
+# claimer that stalls with the lock is ended by the server, so it cannot stop the others.
+_LOCK = """
+SELECT EXISTS (SELECT FROM {claims} WHERE expires_at <= statement_timestamp()) AS expired
+FROM pg_advisory_xact_lock(1869505381, '{claims}'::regclass::oid::int4),
+     set_config('idle_in_transaction_session_timeout', '5000', true)
+"""
+
+# A claim one of whose open events is locked by somebody waits for the next reaping: without that
+# event its successors would be tried before it. A batch's end proves nothing against each of its
+# events; a claim of one that expired has had its try.
+_REAP = """
+WITH expired AS MATERIALIZED (
+    SELECT number, event_ids FROM {claims}
+    WHERE expires_at <= statement_timestamp()
+    ORDER BY number LIMIT :limit
+    FOR UPDATE SKIP LOCKED
+),
+covered AS MATERIALIZED (
+    SELECT number, unnest(event_ids) AS id, cardinality(event_ids) AS size FROM expired
+),
+open AS MATERIALIZED (
+    SELECT id FROM {outbox}
+    WHERE id = ANY (ARRAY(SELECT id FROM covered)) AND published_at IS NULL AND dead_at IS NULL
+),
+obtained AS MATERIALIZED (
+    SELECT id FROM {outbox}
+    WHERE id = ANY (ARRAY(SELECT id FROM open)) AND published_at IS NULL AND dead_at IS NULL
+    FOR UPDATE SKIP LOCKED
+),
+blocked AS MATERIALIZED (
+    SELECT DISTINCT covered.number FROM covered JOIN open USING (id)
+    WHERE id NOT IN (SELECT id FROM obtained)
+),
+ended AS (
+    DELETE FROM {claims}
+    WHERE number IN (SELECT number FROM expired) AND number NOT IN (SELECT number FROM blocked)
+)
+UPDATE {outbox} AS event
+SET attempts = CASE WHEN covered.size = 1 THEN event.attempts + 1 ELSE greatest(event.attempts, 1) END,
+    due_at = statement_timestamp()
+FROM covered
+WHERE event.id = covered.id AND event.id = ANY (ARRAY(SELECT id FROM obtained))
+  AND covered.number NOT IN (SELECT number FROM blocked)
+"""
+
+_NOTHING_PARKED = "SELECT NULL::text AS key, NULL::bigint AS position WHERE false"
+_PARKED = "SELECT key, position FROM {outbox} WHERE dead_at IS NOT NULL AND key IS NOT NULL"
+
+# Chosen without locks first, then locked. A row that cannot be locked (an open cancel has it, and may
+# roll back) takes those that come after it in its key out of the batch.
+_CHOOSE = """
+WITH here AS MATERIALIZED (
+    SELECT pg_postmaster_start_time() || ' ' || pg_relation_filenode('{outbox}')
+        || ' ' || pg_relation_filenode('{claims}') AS ground
+),
+memory AS MATERIALIZED (
+    SELECT ground,
+           CASE WHEN ground = :ground THEN :floor ELSE 0 END AS floor,
+           CASE WHEN ground = :ground THEN :first_claim ELSE 0 END AS first_claim
+    FROM here
+),
+busy AS MATERIALIZED (
+    SELECT number, event_ids, keys, low FROM {claims}
+    WHERE number >= (SELECT first_claim FROM memory)
+),
+taken AS MATERIALIZED (SELECT unnest(event_ids) AS id FROM busy),
+busy_keys AS MATERIALIZED (SELECT unnest(keys) AS key FROM busy),
+tried AS MATERIALIZED (
+    SELECT id, position, key, due_at, min(position) OVER (PARTITION BY key) AS first_of_key
+    FROM {outbox}
+    WHERE published_at IS NULL AND dead_at IS NULL AND attempts > 0
+),
+parked AS MATERIALIZED (/* parked */),
+held AS MATERIALIZED (
+    SELECT key FROM busy_keys
+    UNION SELECT key FROM tried WHERE key IS NOT NULL
+    UNION SELECT key FROM parked
+),
+suspects AS MATERIALIZED (
+    SELECT id, due_at FROM tried
+    WHERE due_at <= statement_timestamp() AND id NOT IN (SELECT id FROM taken)
+      AND (key IS NULL OR (
+            position = first_of_key AND key NOT IN (SELECT key FROM busy_keys)
+            AND NOT EXISTS (
+                SELECT FROM parked WHERE parked.key = tried.key AND parked.position < tried.position)))
+    ORDER BY due_at LIMIT 8
+),
+ready AS MATERIALIZED (
+    SELECT id, position, key FROM {outbox}
+    WHERE published_at IS NULL AND dead_at IS NULL AND due_at IS NULL
+      AND position >= (SELECT floor FROM memory)
+      AND NOT (:tried_first AND EXISTS (SELECT FROM suspects))
+      AND id NOT IN (SELECT id FROM taken) AND (key IS NULL OR key NOT IN (SELECT key FROM held))
+    ORDER BY position LIMIT :limit
+),
+due AS MATERIALIZED (
+    SELECT id, position, key FROM {outbox}
+    WHERE published_at IS NULL AND dead_at IS NULL AND due_at <= statement_timestamp() AND attempts = 0
+      AND NOT (:tried_first AND EXISTS (SELECT FROM suspects))
+      AND id NOT IN (SELECT id FROM taken) AND (key IS NULL OR key NOT IN (SELECT key FROM held))
+    ORDER BY due_at, position LIMIT :limit
+),
+chosen AS MATERIALIZED (
+    SELECT * FROM (SELECT * FROM ready UNION ALL SELECT * FROM due) AS fresh ORDER BY position LIMIT :limit
+),
+locked AS MATERIALIZED (
+    SELECT id, position, key, due_at, topic, payload::text AS payload, headers::text AS headers,
+           created_at, attempts
+    FROM {outbox}
+    WHERE id = ANY (ARRAY(SELECT id FROM chosen)) AND published_at IS NULL AND dead_at IS NULL
+    FOR UPDATE SKIP LOCKED
+),
+missing AS MATERIALIZED (
+    SELECT position, key FROM chosen WHERE id NOT IN (SELECT id FROM locked)
+),
+fresh AS MATERIALIZED (
+    SELECT * FROM locked
+    WHERE NOT EXISTS (
+        SELECT FROM missing WHERE missing.key = locked.key AND missing.position < locked.position)
+),
+alone AS MATERIALIZED (
+    SELECT id, position, key, due_at, topic, payload::text AS payload, headers::text AS headers,
+           created_at, attempts
+    FROM {outbox}
+    WHERE id = ANY (ARRAY(SELECT id FROM suspects)) AND published_at IS NULL AND dead_at IS NULL
+      AND (:tried_first OR NOT EXISTS (SELECT FROM fresh))
+    ORDER BY due_at LIMIT 1
+    FOR UPDATE SKIP LOCKED
+),
+picked AS MATERIALIZED (SELECT * FROM alone UNION ALL SELECT * FROM fresh),
+claim AS (
+    INSERT INTO {claims} (token, claimed_by, expires_at, event_ids, keys, low)
+    SELECT :token, :claimed_by, statement_timestamp() + :lease, array_agg(id),
+           coalesce(array_agg(DISTINCT key) FILTER (WHERE key IS NOT NULL), ARRAY[]::text[]),
+           min(position) FILTER (WHERE due_at IS NULL)
+    FROM picked HAVING count(*) > 0
+    RETURNING number
+),
+passed AS MATERIALIZED (
+    SELECT min(position) AS position FROM {outbox}
+    WHERE published_at IS NULL AND dead_at IS NULL AND due_at IS NULL
+      AND position >= (SELECT floor FROM memory) AND position < (SELECT min(position) FROM ready)
+      AND EXISTS (SELECT FROM held) AND id NOT IN (SELECT id FROM taken)
+),
+facts AS MATERIALIZED (
+    SELECT ARRAY[
+        (SELECT ground FROM memory),
+        CAST(coalesce((SELECT min(number) FROM busy), (SELECT number FROM claim)) AS text),
+        CAST(least((SELECT position FROM passed), (SELECT min(low) FROM busy),
+                   (SELECT min(position) FROM ready)) AS text),
+        CAST((SELECT max(position) FROM ready) AS text),
+        CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text),
+        CAST(pg_current_xact_id() AS text)
+    ] AS facts, (SELECT min(position) FROM picked) AS position
+)
+SELECT picked.id, topic, payload, headers, key, created_at, attempts + 1, facts.facts
+FROM picked LEFT JOIN facts USING (position)
+ORDER BY position
+"""
+
+# Only a claim that is still there may mark anything: a relay that lost it has been replaced.
+_SETTLE_PUBLISHED = """
+WITH ended AS (DELETE FROM {claims} WHERE token = :token RETURNING number),
+marked AS (
+    UPDATE {outbox} SET published_at = statement_timestamp(), due_at = NULL
+    WHERE id = ANY (:published) AND EXISTS (SELECT FROM ended)
+)
+SELECT EXISTS (SELECT FROM ended)
+"""
+
+_SETTLE = """
+WITH ended AS (DELETE FROM {claims} WHERE token = :token RETURNING number),
+marked AS (
+    UPDATE {outbox} SET published_at = statement_timestamp(), due_at = NULL
+    WHERE id = ANY (:published) AND EXISTS (SELECT FROM ended)
+),
+failed AS (
+    UPDATE {outbox} AS event
+    SET attempts = event.attempts + 1, last_error = failure.error,
+        due_at = statement_timestamp() + failure.delay,
+        dead_at = CASE WHEN failure.delay IS NULL THEN statement_timestamp() END
+    FROM unnest(:failed, :errors, :delays) AS failure (id, error, delay)
+    WHERE event.id = failure.id AND EXISTS (SELECT FROM ended)
+)
+SELECT EXISTS (SELECT FROM ended)
+"""
+
+_RENEW = """
+UPDATE {claims} SET expires_at = statement_timestamp() + :lease WHERE token = :token RETURNING true
+"""

@@ -1,0 +1,405 @@
+"""Outbox: an event exists if and only if the change it describes was committed.
+
+`emit` writes the event in the caller's transaction. `relay_once` publishes one batch of what was
+committed, in order per key, and marks it. Between the two stands nothing but the table, so a crash
+at any point loses nothing; after a crash an event may be published twice, with the same id.
+
+    states    ready ─▶ in flight ─▶ published          deferred: `due_at` in the future
+                └─▶ failed, tried again when due ─▶ … ─▶ dead
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import ARRAY, Integer, Interval, MetaData, Table, Text, Uuid
+from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.types import TypeEngine
+
+from oncely.errors import CancelUnsafe, ClaimLost, DedupKeyReused, InvalidKey, PublishFailed
+from oncely.event import Event, NewEvent, Publisher, check_key, encode_json, uuid7
+from oncely.ledger import Claim, Ledger, OnDead
+from oncely.loop import complete
+from oncely.retention import CUTOFF, cutoff_parameters, delete_in_batches
+from oncely.statement import Statement
+from oncely.tables import outbox_tables
+from oncely.transaction import Caller, Sessionmaker, join
+
+__all__ = ["Event", "NewEvent", "Outbox", "Publisher", "uuid7"]
+
+_PATIENCE = timedelta(seconds=5)
+
+
+class Outbox:
+    """The outbox of one application: tables on its MetaData, and what is done with them.
+
+    `on_dead` says what a dead event means for the later ones of its key: "continue" sends them,
+    "park" keeps them until the dead one was replayed or discarded. `max_payload_bytes` bounds the
+    payload's JSON in UTF-8 bytes; None leaves it to PostgreSQL (255 MB).
+    """
+
+    table: Table
+    claims: Table
+
+    def __init__(
+        self,
+        metadata: MetaData,
+        *,
+        table_name: str = "outbox",
+        schema: str | None = None,
+        on_dead: OnDead = "continue",
+        max_payload_bytes: int | None = None,
+    ) -> None:
+        if on_dead not in ("continue", "park"):
+            raise ValueError(f'on_dead is "continue" or "park", not {on_dead!r}')
+        if max_payload_bytes is not None and max_payload_bytes < 1:
+            raise ValueError(f"max_payload_bytes must be positive, not {max_payload_bytes}")
+        self.table, self.claims = outbox_tables(metadata, table_name, schema)
+        self.on_dead = on_dead
+        self.max_payload_bytes = max_payload_bytes
+        self.ledger = Ledger(self.table, self.claims, on_dead=on_dead)
+        tables = {"outbox": self.table, "claims": self.claims}
+        parked = _PARKED if on_dead == "park" else "false"
+        self._emit = Statement(_EMIT, tables, _EVENT)
+        self._emit_many = Statement(_EMIT_MANY, tables, _EVENTS)
+        self._emit_unique = Statement(_EMIT_UNIQUE, tables, _UNIQUE_EVENTS)
+        self._find_first = Statement(_FIND_FIRST, tables, dict.fromkeys(_NAMES_AND_CONTENT, ARRAY(Text)))
+        self._claimed = Statement(_CLAIMED, tables, {"id": Uuid})
+        self._lock_event = Statement(_LOCK_EVENT, tables, {"id": Uuid})
+        self._delete_event = Statement(_DELETE_EVENT, tables, {"id": Uuid})
+        self._lag = Statement(_LAG.replace("/* parked */", parked), tables)
+        self._prune = Statement(_PRUNE, tables, CUTOFF | {"after": Uuid, "limit": Integer})
+
+    async def emit(
+        self,
+        session: Caller,
+        topic: str,
+        payload: object,
+        *,
+        key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        delay: timedelta | None = None,
+        dedup_key: str | None = None,
+    ) -> UUID:
+        """Write an event in the caller's transaction; it leaves if and only if that commits.
+
+        Events of one `key` leave in order. `delay` keeps the event back, counted from now. A
+        `dedup_key` makes a second emit of the same topic, key and payload return the first event's
+        id, as long as its row is kept; while the first is uncommitted, the second waits for it.
+
+        Raises, before any SQL: ValueError for a payload that is not JSON (naming the place) and for
+        a delay below zero; InvalidKey for text that cannot be stored; NoTransaction in autocommit.
+        Raises DedupKeyReused when the dedup_key belongs to another key or payload.
+        """
+        event = NewEvent(topic, payload, key, headers, delay, dedup_key)
+        row = self._row(event, "")
+        event_id: UUID = row["id"]
+        connection = await join(session, self.table)
+        if dedup_key is not None:
+            return (await self._emit_deduplicated(connection, [row]))[0]
+        await connection.execute(self._emit, row)
+        return event_id
+
+    async def emit_many(self, session: Caller, events: Iterable[NewEvent]) -> list[UUID]:
+        """Write events with one statement, in the order given; their ids come back in that order.
+
+        As `emit` for each. All or none: when one is refused, none of them is written. Events with a
+        dedup_key that exists already cost one statement more, together.
+        """
+        rows = [self._row(event, f"events[{index}] ") for index, event in enumerate(events)]
+        if not rows:
+            return []
+        connection = await join(session, self.table)
+        if all(row["dedup_key"] is None for row in rows):
+            await connection.execute(self._emit_many, _columns(rows, _EVENTS))
+            return [row["id"] for row in rows]
+        async with connection.begin_nested():
+            return await self._emit_deduplicated(connection, rows)
+
+    async def cancel(self, session: Caller, event_id: UUID) -> bool:
+        """Take an event back in the caller's transaction. True: once that commits, no relay sends it.
+
+        False: it is being sent, was tried, sent or cancelled before, or another transaction has it.
+        Raises CancelUnsafe above READ COMMITTED, where the answer could come from an old snapshot.
+        """
+        connection = await join(session, self.table)
+        isolation, claimed = (await connection.execute(self._claimed, {"id": event_id})).one()
+        if isolation not in ("read committed", "read uncommitted"):
+            raise CancelUnsafe(f"cancel needs READ COMMITTED, this transaction is {isolation.upper()}")
+        if claimed:
+            return False
+        # Lock first, then look at the claims with a new snapshot: a relay may have claimed it between
+        # the two. Without the savepoint a refused cancel would keep the row locked.
+        async with connection.begin_nested() as savepoint:
+            for statement in (self._lock_event, self._delete_event):
+                if (await connection.execute(statement, {"id": event_id})).first() is None:
+                    await savepoint.rollback()
+                    return False
+        return True
+
+    async def relay_once(
+        self,
+        sessionmaker: Sessionmaker,
+        publish: Publisher,
+        *,
+        batch: int = 100,
+        lease: timedelta = timedelta(seconds=30),
+    ) -> list[Event]:
+        """Publish one batch of up to `batch` events and mark it; returns what was published.
+
+        No transaction is open while `publish` runs. It has nine tenths of `lease`, after which it is
+        cancelled. When it raises, or the caller is cancelled, the batch is given back as it was and
+        the error goes on; after PublishFailed, what the publisher did send is marked first.
+        Raises ClaimLost when the batch was sent but could not be marked in time.
+        """
+        if batch < 1:
+            raise ValueError(f"batch must be 1 or more, not {batch}")
+        if lease <= timedelta(0):
+            raise ValueError(f"lease must be positive, not {lease}")
+
+        async def settle(claim: Claim, published: Sequence[Event]) -> bool:
+            ids = [event.id for event in published]
+            work = self.ledger.settle(sessionmaker, claim, published=ids)
+            return await complete(work, patience=_PATIENCE)
+
+        async def give_back(claim: Claim | None) -> None:
+            if claim is not None:
+                await settle(claim, ())
+
+        work = self.ledger.claim(sessionmaker, limit=batch, lease=lease)
+        claim = await complete(work, patience=_PATIENCE, undo=give_back)
+        if claim is None:
+            return []
+        try:
+            async with asyncio.timeout(claim.deadline - time.monotonic()):
+                await publish(claim.events)
+        except PublishFailed as failed:
+            await settle(claim, sent(claim.events, failed))
+            raise
+        except BaseException as error:
+            try:
+                await give_back(claim)
+            except Exception as second:  # noqa: BLE001  the first error matters more, and takes this one along
+                error.add_note(
+                    f"the batch could not be given back and waits for its lease to end: {second!r}"
+                )
+            raise
+        if not await settle(claim, claim.events):
+            raise ClaimLost(event.id for event in claim.events)
+        return claim.events
+
+    async def lag_seconds(self, session: Caller) -> float:
+        """How long the first event in line has been due and unpublished, in seconds; 0.0 if none.
+
+        Events that wait for their next try count; dead ones, and under "park" those behind them,
+        do not. An event with a delay counts from when it was due.
+        """
+        connection = await join(session, self.table)
+        return float((await connection.execute(self._lag)).scalar_one())
+
+    async def prune(
+        self, session: Caller, *, older_than: timedelta | datetime, limit: int | None = None
+    ) -> int:
+        """Delete events published before `older_than` (an age or an aware time); how many it were.
+
+        Only published ones, in batches of 1,000, skipping rows that somebody has locked, up to
+        `limit`. A deleted event's dedup_key is free again.
+        """
+        cutoff = cutoff_parameters(older_than)
+        connection = await join(session, self.table)
+        after = UUID(int=0)
+
+        async def delete(size: int) -> int:
+            nonlocal after
+            parameters = cutoff | {"after": after, "limit": size}
+            deleted, last = (await connection.execute(self._prune, parameters)).one()
+            after = last or after
+            return int(deleted)
+
+        return await delete_in_batches(delete, limit)
+
+    def _row(self, event: NewEvent, place: str) -> dict[str, Any]:
+        """The event's parameters, checked and encoded. `place` begins the message of a refusal."""
+        check_key(event.topic, f"{place}topic")
+        if not event.topic:
+            raise InvalidKey(f"{place}topic is empty")
+        for name, value in (("key", event.key), ("dedup_key", event.dedup_key)):
+            if value is not None:
+                check_key(value, f"{place}{name}")
+        if event.delay is not None and event.delay < timedelta(0):
+            raise ValueError(f"{place}delay is below zero: {event.delay}")
+        payload = encode_json(event.payload, what=f"{place}payload")
+        if self.max_payload_bytes is not None and len(payload.encode()) > self.max_payload_bytes:
+            raise ValueError(
+                f"{place}payload has {len(payload.encode()):,} bytes; max_payload_bytes is "
+                f"{self.max_payload_bytes:,}"
+            )
+        headers = None
+        if event.headers is not None:
+            if not all(isinstance(text, str) for pair in event.headers.items() for text in pair):
+                raise ValueError(f"{place}headers: names and values are strings")
+            headers = encode_json(dict(event.headers), what=f"{place}headers")
+        return {
+            "id": uuid7(),
+            "topic": event.topic,
+            "key": event.key,
+            "payload": payload,
+            "headers": headers,
+            "delay": event.delay or None,
+            "dedup_key": event.dedup_key,
+        }
+
+    async def _emit_deduplicated(
+        self, connection: AsyncConnection, rows: Sequence[dict[str, Any]]
+    ) -> list[UUID]:
+        """Insert what is new and find the first event of what is not; ids in the order of the rows."""
+        ids: dict[int, UUID] = {}
+        left = list(range(len(rows)))
+        while left:
+            given = [rows[index] for index in left]
+            result = await connection.execute(self._emit_unique, _columns(given, _UNIQUE_EVENTS))
+            inserted = set(result.scalars())
+            ids |= {index: rows[index]["id"] for index in left if rows[index]["id"] in inserted}
+            left = [index for index in left if index not in ids]
+            if not left:
+                break
+            given = [rows[index] for index in left]
+            result = await connection.execute(self._find_first, _columns(given, _NAMES_AND_CONTENT))
+            for line, first, same in result:
+                index = left[line - 1]
+                if not same:
+                    raise DedupKeyReused(rows[index]["topic"], rows[index]["dedup_key"], first)
+                ids[index] = first
+            # What is left was deleted between the two statements: insert it after all.
+            left = [index for index in left if index not in ids]
+        return [ids[index] for index in range(len(rows))]
+
+
+def sent(events: Sequence[Event], failed: PublishFailed) -> list[Event]:
+    """The events of a batch that left before a publisher raised PublishFailed.
+
+    What comes after a failed event of its key is taken as unsent, also when the publisher does not
+    say so: sent twice is better than never.
+    """
+    broken: set[str] = set()
+    left: list[Event] = []
+    for event in events:
+        if event.id in failed.failures or event.id in failed.unsent:
+            if event.key is not None:
+                broken.add(event.key)
+        elif event.key is None or event.key not in broken:
+            left.append(event)
+    return left
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
+    """The rows turned into one array per name."""
+    return {name: [row[name] for row in rows] for name in names}
+
+
+_EVENT: dict[str, TypeEngine[Any] | type[TypeEngine[Any]]] = {
+    "id": Uuid,
+    "topic": Text,
+    "key": Text,
+    "payload": Text,
+    "headers": Text,
+    "delay": Interval,
+}
+_EVENTS = {name: ARRAY(type_) for name, type_ in _EVENT.items()}
+_UNIQUE_EVENTS = _EVENTS | {"dedup_key": ARRAY(Text)}
+_NAMES_AND_CONTENT = ("topic", "dedup_key", "key", "payload")
+
+# The WHERE gives the transaction its id before the event takes its place in line: the relays' floor
+# (see the ledger) depends on that order.
+_EMIT = """
+INSERT INTO {outbox} (id, topic, key, payload, headers, due_at)
+SELECT :id, :topic, :key, :payload::jsonb, :headers::jsonb, statement_timestamp() + :delay
+WHERE pg_current_xact_id() IS NOT NULL
+"""
+
+_EMIT_MANY = """
+INSERT INTO {outbox} (id, topic, key, payload, headers, due_at)
+SELECT id, topic, key, payload::jsonb, headers::jsonb, statement_timestamp() + delay
+FROM unnest(:id, :topic, :key, :payload, :headers, :delay)
+    WITH ORDINALITY AS given (id, topic, key, payload, headers, delay, line)
+WHERE pg_current_xact_id() IS NOT NULL
+ORDER BY line
+"""
+
+_EMIT_UNIQUE = """
+INSERT INTO {outbox} (id, topic, key, payload, headers, due_at, dedup_key)
+SELECT id, topic, key, payload::jsonb, headers::jsonb, statement_timestamp() + delay, dedup_key
+FROM unnest(:id, :topic, :key, :payload, :headers, :delay, :dedup_key)
+    WITH ORDINALITY AS given (id, topic, key, payload, headers, delay, dedup_key, line)
+WHERE pg_current_xact_id() IS NOT NULL
+ORDER BY line
+ON CONFLICT (topic, dedup_key) WHERE dedup_key IS NOT NULL DO NOTHING
+RETURNING id
+"""
+
+_FIND_FIRST = """
+SELECT given.line, event.id,
+       event.key IS NOT DISTINCT FROM given.key AND event.payload = given.payload::jsonb AS same
+FROM unnest(:topic, :dedup_key, :key, :payload)
+    WITH ORDINALITY AS given (topic, dedup_key, key, payload, line)
+JOIN {outbox} AS event ON event.topic = given.topic AND event.dedup_key = given.dedup_key
+"""
+
+_CLAIMED = """
+SELECT current_setting('transaction_isolation'), EXISTS (SELECT FROM {claims} WHERE :id = ANY (event_ids))
+"""
+
+_LOCK_EVENT = """
+SELECT id FROM {outbox}
+WHERE id = :id AND published_at IS NULL AND dead_at IS NULL AND attempts = 0
+FOR UPDATE SKIP LOCKED
+"""
+
+_DELETE_EVENT = """
+DELETE FROM {outbox}
+WHERE id = :id AND published_at IS NULL AND dead_at IS NULL AND attempts = 0
+  AND NOT EXISTS (SELECT FROM {claims} WHERE :id = ANY (event_ids))
+RETURNING id
+"""
+
+_PARKED = "key IN (SELECT key FROM {outbox} WHERE dead_at IS NOT NULL AND key IS NOT NULL)"
+
+_LAG = """
+WITH open AS NOT MATERIALIZED (
+    SELECT position, created_at, due_at, attempts FROM {outbox}
+    WHERE published_at IS NULL AND dead_at IS NULL AND (key IS NULL OR NOT (/* parked */))
+),
+since AS (
+    SELECT least(
+        (SELECT created_at FROM open WHERE due_at IS NULL ORDER BY position LIMIT 1),
+        (SELECT due_at FROM open WHERE attempts = 0 AND due_at <= statement_timestamp()
+         ORDER BY due_at LIMIT 1),
+        (SELECT min(created_at) FROM open WHERE attempts > 0)
+    ) AS since
+)
+SELECT CAST(greatest(coalesce(extract(epoch FROM statement_timestamp() - since), 0), 0) AS float8) FROM since
+"""
+
+# There is no index on published_at. Ids begin with the time they were made, so the walk along them
+# stops an hour past the cutoff (application clocks differ) instead of reading the whole table.
+_PRUNE = """
+WITH bounds AS MATERIALIZED (SELECT coalesce(:cutoff, statement_timestamp() - :age) AS cutoff),
+ceiling AS MATERIALIZED (
+    SELECT (lpad(to_hex((greatest(extract(epoch FROM cutoff + interval '1 hour'), 0) * 1000)::bigint), 12, '0')
+            || repeat('0', 20))::uuid AS id
+    FROM bounds
+),
+doomed AS MATERIALIZED (
+    SELECT id FROM {outbox}
+    WHERE id > :after AND id < (SELECT id FROM ceiling) AND published_at < (SELECT cutoff FROM bounds)
+    ORDER BY id LIMIT :limit
+    FOR UPDATE SKIP LOCKED
+),
+gone AS (DELETE FROM {outbox} WHERE id = ANY (ARRAY(SELECT id FROM doomed)) RETURNING id)
+SELECT count(*), (SELECT id FROM doomed ORDER BY id DESC LIMIT 1) FROM gone
+"""
