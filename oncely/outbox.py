@@ -318,7 +318,7 @@ _NAMES_AND_CONTENT = ("topic", "dedup_key", "key", "payload")
 # (see the ledger) depends on that order.
 _EMIT = """
 INSERT INTO {outbox} (id, topic, key, payload, headers, due_at)
-SELECT :id, :topic, :key, :payload::jsonb, :headers::jsonb, statement_timestamp() + :delay
+SELECT :id, :topic, :key, CAST(:payload AS jsonb), CAST(:headers AS jsonb), statement_timestamp() + :delay
 WHERE pg_current_xact_id() IS NOT NULL
 """
 
@@ -390,9 +390,8 @@ SELECT CAST(greatest(coalesce(extract(epoch FROM statement_timestamp() - since),
 _PRUNE = """
 WITH bounds AS MATERIALIZED (SELECT coalesce(:cutoff, statement_timestamp() - :age) AS cutoff),
 ceiling AS MATERIALIZED (
-    SELECT (lpad(to_hex((greatest(extract(epoch FROM cutoff + interval '1 hour'), 0) * 1000)::bigint), 12, '0')
-            || repeat('0', 20))::uuid AS id
-    FROM bounds
+    SELECT rpad(lpad(to_hex(milliseconds::bigint), 12, '0'), 32, '0')::uuid AS id
+    FROM bounds, greatest(0, 1000 * extract(epoch FROM cutoff + interval '1 hour')) AS milliseconds
 ),
 doomed AS MATERIALIZED (
     SELECT id FROM {outbox}
