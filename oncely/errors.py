@@ -5,10 +5,13 @@ OncelyError
 ├── KeyReused                   the key came back with another request
 ├── KeyInFlight                 the first caller of this key has not finished
 ├── KeyInUse                    the key was used again inside its own work
+├── KeyLost                     the work of a key ended the transaction that the key is part of
+├── KeyUnanswered               the key was committed without an answer; its work may have happened
 ├── NoTransaction               the connection is in autocommit: nothing could be atomic on it
 ├── TableNameTaken (ValueError) the MetaData has another table of that name
 ├── DedupKeyReused              an event's dedup_key came back with another event
 ├── CancelUnsafe                cancel cannot be right at the caller's isolation level
+├── ClaimLost                   a batch was published for longer than its lease
 ├── PublishFailed               a publisher sent some events of a batch and not others
 ├── PublisherUnavailable        the broker is away; no event is to blame
 ├── EffectPending               another owner is making this call now
@@ -38,7 +41,9 @@ __all__ = [
     "InvalidKey",
     "KeyInFlight",
     "KeyInUse",
+    "KeyLost",
     "KeyReused",
+    "KeyUnanswered",
     "NoTransaction",
     "OncelyError",
     "PublishFailed",
@@ -100,6 +105,44 @@ class KeyInUse(OncelyError):
 
     def __str__(self) -> str:
         return f"key {self.key!r} in scope {self.scope!r} is used inside its own work"
+
+
+class KeyLost(OncelyError):
+    """The work of a key committed or rolled back the caller's transaction, of which the key is part.
+
+    Its answer could not be committed together with its writes, so it is not stored. An AsyncSession
+    refuses the commit itself with this error; then nothing of the work was committed.
+    """
+
+    def __init__(self, scope: str, key: str) -> None:
+        super().__init__(scope, key)
+        self.scope = scope
+        self.key = key
+
+    def __str__(self) -> str:
+        return (
+            f"the work of key {self.key!r} in scope {self.scope!r} ended the transaction that its answer "
+            "must commit in; commit after the answer is stored"
+        )
+
+
+class KeyUnanswered(OncelyError):
+    """The key was committed without an answer: its work ended the transaction by itself.
+
+    Whether that work happened, nobody can tell, so it is not run again until somebody decides:
+    `forget` makes the key free.
+    """
+
+    def __init__(self, scope: str, key: str) -> None:
+        super().__init__(scope, key)
+        self.scope = scope
+        self.key = key
+
+    def __str__(self) -> str:
+        return (
+            f"key {self.key!r} in scope {self.scope!r} was committed without an answer; "
+            "check what its work did, then forget the key"
+        )
 
 
 class NoTransaction(OncelyError):

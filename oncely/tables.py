@@ -34,7 +34,7 @@ from oncely.errors import TableNameTaken
 __all__ = ["idempotency_table", "inbox_table", "outbox_tables"]
 
 _LONGEST_NAME = 63
-_LONGEST_SUFFIX = len("_deferred_idx")
+_LONGEST_SUFFIX = len("_claims_events_check")
 
 
 def idempotency_table(metadata: MetaData, name: str, schema: str | None) -> Table:
@@ -58,6 +58,7 @@ def idempotency_table(metadata: MetaData, name: str, schema: str | None) -> Tabl
                 name=f"{name}_answer_check",
             ),
             Index(f"{name}_created_at_idx", "created_at"),
+            Index(f"{name}_expires_at_idx", "expires_at", postgresql_where=text("expires_at IS NOT NULL")),
         ]
 
     return _attach(metadata, name, schema, "idempotency_keys", items)
@@ -167,7 +168,9 @@ def _attach(
 ) -> Table:
     """The table of this name on the MetaData: the one that is there if it is ours, else a new one."""
     if len(name) + _LONGEST_SUFFIX > _LONGEST_NAME:
-        raise ValueError(f"table name {name!r} is too long: its indexes would exceed 63 characters")
+        raise ValueError(
+            f"table name {name!r} is too long: its indexes and constraints would exceed 63 characters"
+        )
     schema = schema if schema is not None else metadata.schema
     present = metadata.tables.get(name if schema is None else f"{schema}.{name}")
     if present is None:
