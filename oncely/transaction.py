@@ -1,4 +1,4 @@
-"""The caller's transaction: how oncely joins it, and when it must refuse to.
+"""The caller's transaction: how oncely joins it, when it must refuse to, and which errors mean: again.
 
 Whatever takes a `session` writes in the transaction that the caller owns. It never begins,
 commits, rolls back or closes it. Whatever takes a `sessionmaker` does all of that itself.
@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeAlias
 
-from sqlalchemy import Table
+from sqlalchemy import Connection, Table
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 
 from oncely.errors import NoTransaction
 
-__all__ = ["Caller", "Sessionmaker", "begin", "join"]
+__all__ = ["Caller", "Sessionmaker", "begin", "is_retryable", "join", "require_transaction", "sqlstates"]
 
 Caller: TypeAlias = AsyncSession | AsyncConnection | async_scoped_session[AsyncSession]
 """What the functions that join a transaction take as their `session`."""
@@ -34,14 +34,19 @@ async def join(caller: Caller, table: Table) -> AsyncConnection:
         connection = caller
     else:
         connection = await caller.connection(bind_arguments={"clause": table})
+    require_transaction(connection.sync_connection, table)  # type: ignore[arg-type]  # it is started
+    return connection
+
+
+def require_transaction(connection: Connection, table: Table) -> None:
+    """Raise NoTransaction, before any SQL, for a connection in autocommit."""
     # The driver's own word: SQLAlchemy reports a transaction and READ COMMITTED there.
-    driver = connection.sync_connection.connection.dbapi_connection  # type: ignore[union-attr]  # checked out
+    driver = connection.connection.dbapi_connection
     if driver.autocommit:  # type: ignore[union-attr]  # checked out
         raise NoTransaction(
             f"{table.name}: the connection is in autocommit, so this write and yours could not "
             "commit together; use a connection with a transaction"
         )
-    return connection
 
 
 @asynccontextmanager
@@ -55,3 +60,32 @@ async def begin(sessionmaker: Sessionmaker, table: Table) -> AsyncIterator[Async
         yield await session.connection(
             bind_arguments={"clause": table}, execution_options={"isolation_level": "READ COMMITTED"}
         )
+
+
+def is_retryable(error: BaseException) -> bool:
+    """Whether the whole transaction may be tried again: PostgreSQL ended it for others' sake.
+
+    True for serialization failures (40001) and deadlocks (40P01), on asyncpg and psycopg, bare or
+    wrapped by SQLAlchemy, also as the cause of another error. Roll back first.
+    """
+    return not _ENDED_FOR_OTHERS.isdisjoint(sqlstates(error))
+
+
+def sqlstates(error: BaseException) -> list[str]:
+    """PostgreSQL's codes for this error and its causes, the error's own first."""
+    found: list[str] = []
+    seen: set[int] = set()
+    pending: list[object] = [error]
+    while pending:
+        cause = pending.pop(0)
+        if not isinstance(cause, BaseException) or id(cause) in seen:
+            continue
+        seen.add(id(cause))
+        code = getattr(cause, "sqlstate", None)
+        if isinstance(code, str):
+            found.append(code)
+        pending += [getattr(cause, "orig", None), cause.__cause__]
+    return found
+
+
+_ENDED_FOR_OTHERS = frozenset({"40001", "40P01"})
