@@ -28,7 +28,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
 from uuid import UUID
+
+if TYPE_CHECKING:
+    from oncely.effects import EffectRecord
 
 __all__ = [
     "CancelUnsafe",
@@ -67,7 +71,10 @@ class InvalidKey(OncelyError, ValueError):
 
 
 class KeyReused(OncelyError):
-    """The same scope and key arrived with another fingerprint: another request wears this key."""
+    """The same scope and key arrived with another fingerprint: another request wears this key.
+
+    Effects have no scope; theirs is "".
+    """
 
     def __init__(self, scope: str, key: str) -> None:
         super().__init__(scope, key)
@@ -75,7 +82,8 @@ class KeyReused(OncelyError):
         self.key = key
 
     def __str__(self) -> str:
-        return f"key {self.key!r} in scope {self.scope!r} was used before with another request"
+        scope = f" in scope {self.scope!r}" if self.scope else ""
+        return f"key {self.key!r}{scope} was used before with another request"
 
 
 class KeyInFlight(OncelyError):
@@ -232,26 +240,45 @@ class EffectPending(OncelyError):
 
 
 class EffectUnknown(OncelyError):
-    """The call may or may not have happened. It is not made again until somebody decides."""
+    """The call may or may not have happened. It is not made again until somebody decides.
 
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
+    `record` is what is known of it: the provider's token to ask by, the last error, the times. It
+    is None when the database could not be reached to record the end of a call that was made.
+    """
+
+    def __init__(self, key: str, record: EffectRecord | None = None) -> None:
+        super().__init__(key, record)
         self.key = key
+        self.record = record
 
     def __str__(self) -> str:
         return f"the outcome of effect {self.key!r} is unknown; verify it or resolve it by hand"
 
 
 class EffectFailed(OncelyError):
-    """The call did not happen and is known not to have. Raised by your call, and again on a replay."""
+    """The call did not happen and is known not to have.
+
+    Raised by your call, with any arguments, and by oncely on every later run of the same key, then
+    with the stored message and the `record`.
+    """
+
+    def __init__(self, *args: object, record: EffectRecord | None = None) -> None:
+        super().__init__(*args)
+        self.record = record
 
 
 class EffectLost(OncelyError):
-    """This owner's claim on the effect ended before it could record the result."""
+    """This owner's claim ended before it could record how its call ended: do not trust this attempt.
 
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
+    `record` is what the database said then (None: nothing, or it was not asked); whoever holds it
+    decides. `result` is what this owner's call had returned, if it had: the effect may exist.
+    """
+
+    def __init__(self, key: str, record: EffectRecord | None = None, result: object = None) -> None:
+        super().__init__(key, record, result)
         self.key = key
+        self.record = record
+        self.result = result
 
     def __str__(self) -> str:
         return f"the claim on effect {self.key!r} was lost before its end could be recorded"

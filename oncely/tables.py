@@ -31,7 +31,7 @@ from sqlalchemy.schema import SchemaItem
 
 from oncely.errors import TableNameTaken
 
-__all__ = ["idempotency_table", "inbox_table", "outbox_tables"]
+__all__ = ["effects_table", "idempotency_table", "inbox_table", "outbox_tables"]
 
 _LONGEST_NAME = 63
 _LONGEST_SUFFIX = len("_claims_events_check")
@@ -154,6 +154,51 @@ def inbox_table(metadata: MetaData, name: str, schema: str | None) -> Table:
         ]
 
     return _attach(metadata, name, schema, "inbox", items)
+
+
+def effects_table(metadata: MetaData, name: str, schema: str | None) -> Table:
+    """One row per call to the outside: who makes it, what was asked, and how it ended.
+
+    States: pending (somebody holds `token` until `expires_at`), done, failed, unknown. A pending
+    row whose `expires_at` has passed counts as unknown. Done and failed rows are free again after
+    their `expires_at`, if they have one. Works on PostgreSQL and on SQLite, where times are text
+    in UTC with six digits of a second.
+    """
+
+    def items() -> list[SchemaItem]:
+        open_ = text("status IN ('pending', 'unknown')")
+        return [
+            Column("key", Text, primary_key=True),
+            Column("args_hash", LargeBinary, nullable=False),
+            Column("status", Text, nullable=False),
+            Column("result", Text),
+            Column("error", Text),
+            Column("token", Text, nullable=False),
+            Column("provider_token", Text, nullable=False),
+            Column("attempts", Integer, nullable=False),
+            Column("created_at", _TIME, nullable=False),
+            Column("updated_at", _TIME, nullable=False),
+            Column("expires_at", _TIME),
+            CheckConstraint(
+                "status IN ('pending', 'done', 'failed', 'unknown')", name=f"{name}_status_check"
+            ),
+            CheckConstraint("(status = 'done') = (result IS NOT NULL)", name=f"{name}_result_check"),
+            CheckConstraint(
+                "CASE status WHEN 'failed' THEN error IS NOT NULL "
+                "WHEN 'unknown' THEN true ELSE error IS NULL END",
+                name=f"{name}_error_check",
+            ),
+            CheckConstraint(
+                "CASE status WHEN 'pending' THEN expires_at IS NOT NULL "
+                "WHEN 'unknown' THEN expires_at IS NULL ELSE true END",
+                name=f"{name}_expiry_check",
+            ),
+            CheckConstraint("attempts > 0", name=f"{name}_attempts_check"),
+            Index(f"{name}_created_at_idx", "created_at"),
+            Index(f"{name}_open_idx", "created_at", postgresql_where=open_, sqlite_where=open_),
+        ]
+
+    return _attach(metadata, name, schema, "effects", items)
 
 
 _TIME = DateTime(timezone=True)
