@@ -103,11 +103,16 @@ class Event:
         attempt: int = 1,
     ) -> Event:
         """An event whose payload and headers are still text; they are decoded when they are read."""
-        event = cls(id, topic, _UNREAD, None, key, created_at, attempt)
+        event = cls.__new__(cls)  # field by field: this runs once per event of every batch
+        event.id = id
+        event.topic = topic
+        event.key = key
+        event.created_at = created_at
+        event.attempt = attempt
+        event._payload = _UNREAD
         event._payload_json = payload_json
-        if headers_json is not None:
-            event._headers = _UNREAD
-            event._headers_json = headers_json
+        event._headers = None if headers_json is None else _UNREAD
+        event._headers_json = headers_json
         return event
 
     @property

@@ -41,7 +41,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from oncely.event import Event
 from oncely.statement import Statement
-from oncely.transaction import Sessionmaker, begin
+from oncely.transaction import Sessionmaker, alone, begin
 
 __all__ = ["Claim", "Failure", "Ledger", "OnDead"]
 
@@ -103,9 +103,9 @@ class Ledger:
                 "first_claim": BigInteger,
             },
         )
-        self._publish = Statement(_SETTLE_PUBLISHED, tables, {"token": Uuid, "published": ARRAY(Uuid)})
-        self._settle = Statement(
-            _SETTLE,
+        self._settle = Statement(_SETTLE, tables, {"token": Uuid})
+        self._settle_partly = Statement(
+            _SETTLE_PARTLY,
             tables,
             {
                 "token": Uuid,
@@ -115,6 +115,7 @@ class Ledger:
                 "delays": ARRAY(Interval),
             },
         )
+        self._release = Statement(_RELEASE, tables, {"token": Uuid})
         self._renew = Statement(_RENEW, tables, {"token": Uuid, "lease": Interval})
 
     async def claim(self, sessionmaker: Sessionmaker, *, limit: int, lease: timedelta) -> Claim | None:
@@ -129,11 +130,12 @@ class Ledger:
             rows = await self._rows(connection, token, limit, lease)
         if not rows:
             return None
-        self._learn(rows[0][-1], trust_position=not expired)
+        facts, *found = rows
+        self._learn(facts.facts, trust_position=not expired)
         # A tenth of the lease is kept for the settling, and for clocks that run at other speeds.
         return Claim(
             token=token,
-            events=[Event.from_json(*row[:-1]) for row in rows],
+            events=[Event.from_json(*row[:7]) for row in found],
             deadline=begun + lease.total_seconds() * 0.9,
         )
 
@@ -142,31 +144,35 @@ class Ledger:
         sessionmaker: Sessionmaker,
         claim: Claim,
         *,
-        published: Sequence[UUID],
+        published: Sequence[UUID] | None = None,
         failures: Sequence[Failure] = (),
     ) -> bool:
         """End the claim: mark what was published, note what failed, and free the rest untouched.
 
-        False, with nothing marked, when the claim was lost: it had expired and was reaped.
+        `published` None means all of it. False, with nothing marked, when the claim was lost: it had
+        expired and was reaped.
         """
-        parameters: dict[str, Any] = {"token": claim.token, "published": list(published)}
-        statement = self._publish
-        if failures:
-            statement = self._settle
-            parameters["failed"] = [failure.event_id for failure in failures]
-            parameters["errors"] = [failure.error for failure in failures]
-            parameters["delays"] = [failure.delay for failure in failures]
-        async with begin(sessionmaker, self._events) as connection:
+        statement, parameters = self._settle, {"token": claim.token}
+        if published is not None or failures:
+            statement = self._settle_partly
+            parameters |= {
+                "published": list(published or ()),
+                "failed": [failure.event_id for failure in failures],
+                "errors": [failure.error for failure in failures],
+                "delays": [failure.delay for failure in failures],
+            }
+        async with alone(sessionmaker, self._events) as connection:
             return bool((await connection.execute(statement, parameters)).scalar_one())
 
     async def release(self, sessionmaker: Sessionmaker, claim: Claim) -> bool:
         """Give the batch back as it was: nothing is marked or counted. False when it was lost."""
-        return await self.settle(sessionmaker, claim, published=())
+        async with alone(sessionmaker, self._events) as connection:
+            return bool((await connection.execute(self._release, {"token": claim.token})).scalar())
 
     async def renew(self, sessionmaker: Sessionmaker, claim: Claim, *, lease: timedelta) -> float | None:
         """Hold the claim for `lease` from now: its new deadline, or None when it was lost."""
         begun = time.monotonic()
-        async with begin(sessionmaker, self._events) as connection:
+        async with alone(sessionmaker, self._events) as connection:
             held = (await connection.execute(self._renew, {"token": claim.token, "lease": lease})).scalar()
         return begun + lease.total_seconds() * 0.9 if held else None
 
@@ -210,11 +216,15 @@ class Ledger:
 _REAPED_AT_ONCE = 20
 
 # In a statement of its own, so that the next one sees what was committed while this one waited. A
-# claimer that stalls with the lock is ended by the server, so it cannot stop the others.
+# claimer that stalls with the lock is ended by the server, so it cannot stop the others. A queue's
+# statistics are always out of date, so for this transaction the planner is told what is known: along
+# the indexes, with the plan that is there.
 _LOCK = """
-SELECT EXISTS (SELECT FROM {claims} WHERE expires_at <= statement_timestamp()) AS expired
+SELECT EXISTS (SELECT FROM {claims} WHERE expires_at <= statement_timestamp()) AS expired,
+       count(set_config(name, value, true))
 FROM pg_advisory_xact_lock(1869505381, '{claims}'::regclass::oid::int4),
-     set_config('idle_in_transaction_session_timeout', '5000', true)
+     (VALUES ('idle_in_transaction_session_timeout', '5000'), ('plan_cache_mode', 'force_generic_plan'),
+             ('enable_seqscan', 'off'), ('enable_bitmapscan', 'off'), ('jit', 'off')) AS setting (name, value)
 """
 
 # A claim one of whose open events is locked by somebody waits for the next reaping: without that
@@ -298,7 +308,7 @@ suspects AS MATERIALIZED (
     ORDER BY due_at LIMIT 8
 ),
 ready AS MATERIALIZED (
-    SELECT id, position, key FROM {outbox}
+    SELECT ctid AS place, id, position, key, due_at FROM {outbox}
     WHERE published_at IS NULL AND dead_at IS NULL AND due_at IS NULL
       AND position >= (SELECT floor FROM memory)
       AND NOT (:tried_first AND EXISTS (SELECT FROM suspects))
@@ -306,7 +316,7 @@ ready AS MATERIALIZED (
     ORDER BY position LIMIT :limit
 ),
 due AS MATERIALIZED (
-    SELECT id, position, key FROM {outbox}
+    SELECT ctid AS place, id, position, key, due_at FROM {outbox}
     WHERE published_at IS NULL AND dead_at IS NULL AND due_at <= statement_timestamp() AND attempts = 0
       AND NOT (:tried_first AND EXISTS (SELECT FROM suspects))
       AND id NOT IN (SELECT id FROM taken) AND (key IS NULL OR key NOT IN (SELECT key FROM held))
@@ -316,36 +326,35 @@ chosen AS MATERIALIZED (
     SELECT * FROM (SELECT * FROM ready UNION ALL SELECT * FROM due) AS fresh ORDER BY position LIMIT :limit
 ),
 locked AS MATERIALIZED (
-    SELECT id, position, key, due_at, topic, payload::text AS payload, headers::text AS headers,
-           created_at, attempts
-    FROM {outbox}
-    WHERE id = ANY (ARRAY(SELECT id FROM chosen)) AND published_at IS NULL AND dead_at IS NULL
+    SELECT id, topic, payload::text, headers::text, key, created_at, attempts, position, due_at FROM {outbox}
+    WHERE ctid = ANY (ARRAY(SELECT place FROM chosen)) AND published_at IS NULL AND dead_at IS NULL
     FOR UPDATE SKIP LOCKED
 ),
 missing AS MATERIALIZED (
-    SELECT position, key FROM chosen WHERE id NOT IN (SELECT id FROM locked)
-),
-fresh AS MATERIALIZED (
-    SELECT * FROM locked
-    WHERE NOT EXISTS (
-        SELECT FROM missing WHERE missing.key = locked.key AND missing.position < locked.position)
+    SELECT position, key FROM chosen
+    WHERE (SELECT count(*) FROM locked) < (SELECT count(*) FROM chosen) AND id NOT IN (SELECT id FROM locked)
 ),
 alone AS MATERIALIZED (
-    SELECT id, position, key, due_at, topic, payload::text AS payload, headers::text AS headers,
-           created_at, attempts
-    FROM {outbox}
+    SELECT id, topic, payload::text, headers::text, key, created_at, attempts, position, due_at FROM {outbox}
     WHERE id = ANY (ARRAY(SELECT id FROM suspects)) AND published_at IS NULL AND dead_at IS NULL
-      AND (:tried_first OR NOT EXISTS (SELECT FROM fresh))
+      AND (:tried_first OR NOT EXISTS (SELECT FROM locked))
     ORDER BY due_at LIMIT 1
     FOR UPDATE SKIP LOCKED
 ),
-picked AS MATERIALIZED (SELECT * FROM alone UNION ALL SELECT * FROM fresh),
+picked AS NOT MATERIALIZED (
+    SELECT * FROM alone
+    UNION ALL
+    SELECT * FROM locked
+    WHERE NOT EXISTS (SELECT FROM missing)
+       OR NOT EXISTS (
+            SELECT FROM missing WHERE missing.key = locked.key AND missing.position < locked.position)
+),
 claim AS (
     INSERT INTO {claims} (token, claimed_by, expires_at, event_ids, keys, low)
-    SELECT :token, :claimed_by, statement_timestamp() + :lease, array_agg(id),
-           coalesce(array_agg(DISTINCT key) FILTER (WHERE key IS NOT NULL), ARRAY[]::text[]),
-           min(position) FILTER (WHERE due_at IS NULL)
-    FROM picked HAVING count(*) > 0
+    SELECT :token, :claimed_by, statement_timestamp() + :lease, ARRAY(SELECT id FROM picked),
+           ARRAY(SELECT DISTINCT key FROM picked WHERE key IS NOT NULL),
+           (SELECT min(position) FROM picked WHERE due_at IS NULL)
+    WHERE EXISTS (SELECT FROM picked)
     RETURNING number
 ),
 passed AS MATERIALIZED (
@@ -353,38 +362,40 @@ passed AS MATERIALIZED (
     WHERE published_at IS NULL AND dead_at IS NULL AND due_at IS NULL
       AND position >= (SELECT floor FROM memory) AND position < (SELECT min(position) FROM ready)
       AND EXISTS (SELECT FROM held) AND id NOT IN (SELECT id FROM taken)
-),
-facts AS MATERIALIZED (
-    SELECT ARRAY[
-        (SELECT ground FROM memory),
-        CAST(coalesce((SELECT min(number) FROM busy), (SELECT number FROM claim)) AS text),
-        CAST(least((SELECT position FROM passed), (SELECT min(low) FROM busy),
-                   (SELECT min(position) FROM ready)) AS text),
-        CAST((SELECT max(position) FROM ready) AS text),
-        CAST(pg_snapshot_xmin(pg_current_snapshot()) AS text),
-        CAST(pg_current_xact_id() AS text)
-    ] AS facts, (SELECT min(position) FROM picked) AS position
 )
-SELECT picked.id, topic, payload, headers, key, created_at, attempts + 1, facts.facts
-FROM picked LEFT JOIN facts USING (position)
+SELECT NULL::uuid AS id, NULL AS topic, NULL AS payload, NULL AS headers, NULL AS key,
+       NULL::timestamptz AS created_at, NULL::int4 AS attempt, 0 AS position,
+       ARRAY[
+           (SELECT ground FROM memory),
+           coalesce((SELECT min(number) FROM busy), (SELECT number FROM claim))::text,
+           least((SELECT position FROM passed), (SELECT min(low) FROM busy),
+                 (SELECT min(position) FROM ready))::text,
+           (SELECT max(position) FROM ready)::text,
+           pg_snapshot_xmin(pg_current_snapshot())::text,
+           pg_current_xact_id()::text
+       ] AS facts
+FROM claim
+UNION ALL
+SELECT id, topic, payload, headers, key, created_at, attempts + 1, position, NULL FROM picked
 ORDER BY position
 """
 
-# Only a claim that is still there may mark anything: a relay that lost it has been replaced.
-_SETTLE_PUBLISHED = """
-WITH ended AS (DELETE FROM {claims} WHERE token = :token RETURNING number),
+# Only a claim that is still there may mark anything: a relay that lost it has been replaced. What was
+# published is the claim's own list but for the exceptions, so the usual settling sends no ids.
+_SETTLE = """
+WITH ended AS (DELETE FROM {claims} WHERE token = :token RETURNING event_ids),
 marked AS (
     UPDATE {outbox} SET published_at = statement_timestamp(), due_at = NULL
-    WHERE id = ANY (:published) AND EXISTS (SELECT FROM ended)
+    WHERE id = ANY ((SELECT event_ids FROM ended)::uuid[])
 )
 SELECT EXISTS (SELECT FROM ended)
 """
 
-_SETTLE = """
-WITH ended AS (DELETE FROM {claims} WHERE token = :token RETURNING number),
+_SETTLE_PARTLY = """
+WITH ended AS (DELETE FROM {claims} WHERE token = :token RETURNING event_ids),
 marked AS (
     UPDATE {outbox} SET published_at = statement_timestamp(), due_at = NULL
-    WHERE id = ANY (:published) AND EXISTS (SELECT FROM ended)
+    WHERE id = ANY ((SELECT event_ids FROM ended)::uuid[]) AND id = ANY (:published)
 ),
 failed AS (
     UPDATE {outbox} AS event
@@ -392,9 +403,13 @@ failed AS (
         due_at = statement_timestamp() + failure.delay,
         dead_at = CASE WHEN failure.delay IS NULL THEN statement_timestamp() END
     FROM unnest(:failed, :errors, :delays) AS failure (id, error, delay)
-    WHERE event.id = failure.id AND EXISTS (SELECT FROM ended)
+    WHERE event.id = ANY ((SELECT event_ids FROM ended)::uuid[]) AND event.id = failure.id
 )
 SELECT EXISTS (SELECT FROM ended)
+"""
+
+_RELEASE = """
+DELETE FROM {claims} WHERE token = :token RETURNING true
 """
 
 _RENEW = """

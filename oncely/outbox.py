@@ -162,14 +162,9 @@ class Outbox:
         if lease <= timedelta(0):
             raise ValueError(f"lease must be positive, not {lease}")
 
-        async def settle(claim: Claim, published: Sequence[Event]) -> bool:
-            ids = [event.id for event in published]
-            work = self.ledger.settle(sessionmaker, claim, published=ids)
-            return await complete(work, patience=_PATIENCE)
-
         async def give_back(claim: Claim | None) -> None:
             if claim is not None:
-                await settle(claim, ())
+                await complete(self.ledger.release(sessionmaker, claim), patience=_PATIENCE)
 
         work = self.ledger.claim(sessionmaker, limit=batch, lease=lease)
         claim = await complete(work, patience=_PATIENCE, undo=give_back)
@@ -179,7 +174,8 @@ class Outbox:
             async with asyncio.timeout(claim.deadline - time.monotonic()):
                 await publish(claim.events)
         except PublishFailed as failed:
-            await settle(claim, sent(claim.events, failed))
+            ids = [event.id for event in sent(claim.events, failed)]
+            await complete(self.ledger.settle(sessionmaker, claim, published=ids), patience=_PATIENCE)
             raise
         except BaseException as error:
             try:
@@ -189,7 +185,7 @@ class Outbox:
                     f"the batch could not be given back and waits for its lease to end: {second!r}"
                 )
             raise
-        if not await settle(claim, claim.events):
+        if not await complete(self.ledger.settle(sessionmaker, claim), patience=_PATIENCE):
             raise ClaimLost(event.id for event in claim.events)
         return claim.events
 

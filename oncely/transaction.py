@@ -15,7 +15,16 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_s
 
 from oncely.errors import NoTransaction
 
-__all__ = ["Caller", "Sessionmaker", "begin", "is_retryable", "join", "require_transaction", "sqlstates"]
+__all__ = [
+    "Caller",
+    "Sessionmaker",
+    "alone",
+    "begin",
+    "is_retryable",
+    "join",
+    "require_transaction",
+    "sqlstates",
+]
 
 Caller: TypeAlias = AsyncSession | AsyncConnection | async_scoped_session[AsyncSession]
 """What the functions that join a transaction take as their `session`."""
@@ -56,9 +65,24 @@ async def begin(sessionmaker: Sessionmaker, table: Table) -> AsyncIterator[Async
     READ COMMITTED whatever the engine says: the statements that run here take a lock and then need
     to see what was committed while they waited for it.
     """
+    async with _connection(sessionmaker, table, "READ COMMITTED") as connection:
+        yield connection
+
+
+@asynccontextmanager
+async def alone(sessionmaker: Sessionmaker, table: Table) -> AsyncIterator[AsyncConnection]:
+    """A connection for one statement that is a transaction of its own: two round trips fewer."""
+    async with _connection(sessionmaker, table, "AUTOCOMMIT") as connection:
+        yield connection
+
+
+@asynccontextmanager
+async def _connection(
+    sessionmaker: Sessionmaker, table: Table, isolation_level: str
+) -> AsyncIterator[AsyncConnection]:
     async with sessionmaker() as session, session.begin():
         yield await session.connection(
-            bind_arguments={"clause": table}, execution_options={"isolation_level": "READ COMMITTED"}
+            bind_arguments={"clause": table}, execution_options={"isolation_level": isolation_level}
         )
 
 

@@ -1,0 +1,162 @@
+"""The outbox: what an emit costs its transaction, and how fast a batch leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+
+import asyncpg
+from redis.asyncio import Redis
+from sqlalchemy import Column, Integer, MetaData, Table, Text, insert
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+
+from oncely import Event, NewEvent, Outbox
+
+from tests.benchmarks.ratio import Ratio, Servers, compare
+
+EVENTS = 10_000
+BATCH = 1_000
+CALLERS = 10
+TRANSACTIONS = 1_000
+PAYLOAD = {"order": 4711, "customer": "c-1234", "lines": [{"sku": "a-1", "count": 2}], "total": "99.90"}
+
+metadata = MetaData()
+orders = Table("orders", metadata, Column("id", Integer, primary_key=True), Column("name", Text))
+outbox = Outbox(metadata)
+
+
+async def measure(servers: Servers) -> list[Ratio]:
+    engine = create_async_engine(servers.postgres.url(), pool_size=CALLERS)
+    bare = await asyncpg.connect(servers.postgres.dsn())
+    redis = Redis.from_url(servers.valkey.url)
+    async with engine.begin() as connection:
+        await connection.run_sync(metadata.drop_all)
+        await connection.run_sync(metadata.create_all)
+    sessions = async_sessionmaker(engine)
+    try:
+        return [
+            await compare(
+                "a transaction with one emit / without",
+                ours=Transactions(sessions, emit=True),
+                bare=Transactions(sessions, emit=False),
+                limit=0.7,
+            ),
+            await compare(
+                "draining 10,000 events / locking, reading, marking on asyncpg",
+                ours=Drain(engine, nowhere),
+                bare=BareDrain(engine, bare, None),
+                limit=1.0,
+            ),
+            await compare(
+                "draining into a Redis stream / the same with a bare pipelined XADD",
+                ours=Drain(engine, nowhere),
+                bare=BareDrain(engine, bare, redis),
+                limit=0.9,
+            ),
+        ]
+    finally:
+        await redis.delete("bench")
+        await redis.aclose()
+        await bare.close()
+        await engine.dispose()
+
+
+async def nowhere(events: Sequence[Event]) -> None:
+    """A publisher that does nothing."""
+
+
+class Transactions:
+    """TRANSACTIONS transactions that insert one order each, by CALLERS at once."""
+
+    def __init__(self, sessions: async_sessionmaker[AsyncSession], *, emit: bool) -> None:
+        self.sessions = sessions
+        self.emit = emit
+
+    async def __call__(self) -> int:
+        async def caller() -> None:
+            for _ in range(TRANSACTIONS // CALLERS):
+                async with self.sessions() as session, session.begin():
+                    await session.execute(insert(orders).values(name="order"))
+                    if self.emit:
+                        await outbox.emit(session, "order.created", PAYLOAD, key="c-1234")
+
+        await asyncio.gather(*(caller() for _ in range(CALLERS)))
+        return TRANSACTIONS
+
+
+class Full:
+    """Begins each round with an outbox that holds EVENTS fresh events and nothing else."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine
+
+    async def prepare(self) -> None:
+        async with self.engine.begin() as connection:
+            await connection.exec_driver_sql("TRUNCATE outbox, outbox_claims")
+            await outbox.emit_many(connection, [NewEvent("order.created", PAYLOAD) for _ in range(EVENTS)])
+        async with self.engine.connect() as connection:
+            raw = await connection.get_raw_connection()
+            assert raw.driver_connection is not None
+            await raw.driver_connection.execute("VACUUM ANALYZE outbox")
+
+
+class Drain(Full):
+    def __init__(self, engine: AsyncEngine, publish: Callable[[Sequence[Event]], Awaitable[object]]) -> None:
+        super().__init__(engine)
+        self.sessions = async_sessionmaker(engine)
+        self.publish = publish
+
+    async def __call__(self) -> int:
+        done = 0
+        while events := await outbox.relay_once(self.sessions, self.publish, batch=BATCH):
+            done += len(events)
+        assert done == EVENTS
+        return done
+
+
+class BareDrain(Full):
+    """What anybody would write on asyncpg: lock, read, send, mark, commit."""
+
+    def __init__(self, engine: AsyncEngine, connection: asyncpg.Connection, redis: Redis | None) -> None:
+        super().__init__(engine)
+        self.connection = connection
+        self.redis = redis
+
+    async def __call__(self) -> int:
+        done = 0
+        while True:
+            async with self.connection.transaction():
+                rows = await self.connection.fetch(
+                    "SELECT id, topic, payload, headers, key, created_at, attempts FROM outbox"
+                    " WHERE published_at IS NULL AND dead_at IS NULL AND due_at IS NULL"
+                    " ORDER BY position LIMIT $1 FOR UPDATE SKIP LOCKED",
+                    BATCH,
+                )
+                if not rows:
+                    break
+                events = [
+                    Event(
+                        row["id"],
+                        row["topic"],
+                        json.loads(row["payload"]),
+                        row["headers"] and json.loads(row["headers"]),
+                        row["key"],
+                        row["created_at"],
+                        row["attempts"] + 1,
+                    )
+                    for row in rows
+                ]
+                if self.redis is not None:
+                    pipeline = self.redis.pipeline(transaction=False)
+                    for row in rows:
+                        fields = {"id": str(row["id"]), "topic": row["topic"], "payload": row["payload"]}
+                        pipeline.xadd("bench", fields)
+                    await pipeline.execute()
+                await self.connection.execute(
+                    "UPDATE outbox SET published_at = now() WHERE id = ANY($1)",
+                    [event.id for event in events],
+                )
+            done += len(rows)
+        assert done == EVENTS
+        return done
