@@ -1,0 +1,146 @@
+"""One worker's place in a consumer group: every command that it sends to Redis, and nothing of handlers.
+
+The group is made when it is missed, at the start of the stream, so nothing that was published
+before the first worker came (or before a flush was noticed) is passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+from redis.exceptions import ResponseError
+
+from oncely.streams.faults import code_word, is_lost_group
+from oncely.streams.scripts import BEGIN, BURY, PENDING, RELEASE, RENEW, TAKE, Client, Script
+from oncely.streams.wire import Fields, RawEntry
+
+__all__ = ["Begun", "Group", "Taken", "Took"]
+
+_CHUNK = 500  # ids in one call
+
+logger = logging.getLogger("oncely.streams")
+
+
+class Taken(NamedTuple):
+    """An entry that was delivered before. `fields` is None when it was trimmed away."""
+
+    id: bytes
+    deliveries: int
+    fields: Fields | None
+
+
+class Begun(IntEnum):
+    """How it went when a delivery was to be counted."""
+
+    YES = 1
+    STOLEN = 0
+    TRIMMED = -1
+
+
+class Took(NamedTuple):
+    """What one call of `take` got: what was due again or, when nothing was, what is new."""
+
+    over: list[Taken]
+    new: list[RawEntry]
+
+
+@dataclass
+class Group:
+    """`due` is how long, in milliseconds, an entry delivered 0, 1, 2, … times has to be idle to be due."""
+
+    redis: Client
+    stream: str
+    name: str
+    consumer: str
+    dead_letter_stream: str
+    due: Sequence[int]
+    _from: str = field(default="-", init=False)
+    _own_from: str | None = field(default="-", init=False)
+
+    async def take(self, count: int, *, over: bool = True, new: int) -> Took:
+        """Up to `count` entries that are due again; when there are none, up to `new` new ones.
+
+        A worker's first calls take over what is pending under its own name, however young: that
+        was an earlier life of it.
+        """
+        if over and self._own_from is not None:
+            reply = await self._call(TAKE, self.consumer, count, self._own_from, self.consumer, 0, 0)
+            self._own_from = None if reply[0] == b"-" else reply[0].decode()
+            if reply[1]:
+                return Took([Taken(*entry) for entry in reply[1]], [])
+        from_ = self._from if over else ""
+        reply = await self._call(TAKE, self.consumer, count, from_, "", new, *self.due)
+        if over:
+            self._from = reply[0].decode()
+        return Took([Taken(*entry) for entry in reply[1]], [RawEntry(*entry) for entry in reply[2]])
+
+    async def begin(self, entry_id: bytes, count: int) -> Begun:
+        """Counts a delivery, if the entry is still this worker's."""
+        return Begun(await self._call(BEGIN, self.consumer, entry_id, count))
+
+    async def renew(self, ids: Sequence[bytes]) -> tuple[set[bytes], set[bytes]]:
+        """Makes entries young again; returns those that others have, and those trimmed away."""
+        stolen: set[bytes] = set()
+        trimmed: set[bytes] = set()
+        for at in range(0, len(ids), _CHUNK):
+            reply = await self._call(RENEW, self.consumer, *ids[at : at + _CHUNK])
+            stolen.update(reply[0])
+            trimmed.update(reply[1])
+        return stolen, trimmed
+
+    async def still_pending(self, ids: Sequence[bytes]) -> set[bytes]:
+        """Those that are pending, whoever has them."""
+        pending: set[bytes] = set()
+        for at in range(0, len(ids), _CHUNK):
+            pending.update(await self._call(PENDING, *ids[at : at + _CHUNK]))
+        return pending
+
+    async def release(self, entries: Iterable[tuple[bytes, int]]) -> set[bytes]:
+        """Gives entries back, each with the count that it had before; returns those trimmed away."""
+        words = [word for entry_id, count in entries for word in (entry_id, self._due_after(count), count)]
+        trimmed: set[bytes] = set()
+        for at in range(0, len(words), 3 * _CHUNK):
+            trimmed.update(await self._call(RELEASE, self.consumer, *words[at : at + 3 * _CHUNK]))
+        return trimmed
+
+    async def bury(self, entry_id: bytes, fields: Sequence[bytes]) -> bool:
+        """Moves an entry to the dead letters; False when it was no longer this worker's."""
+        return await self._call(BURY, self.consumer, entry_id, *fields) is not None
+
+    async def acknowledge(self, ids: Sequence[bytes]) -> int:
+        """How many of them were still pending; the others are settled already, which is as well."""
+        settled = 0
+        for at in range(0, len(ids), _CHUNK):
+            settled += await self.redis.execute_command(
+                "XACK", self.stream, self.name, *ids[at : at + _CHUNK]
+            )
+        return settled
+
+    async def make(self) -> None:
+        """Makes the group, at the start of the stream. It may be there already."""
+        try:
+            await self.redis.xgroup_create(self.stream, self.name, id="0", mkstream=True)
+        except ResponseError as error:
+            if code_word(str(error)) != "BUSYGROUP":
+                raise
+
+    def _due_after(self, count: int) -> int:
+        return self.due[min(count, len(self.due) - 1)]
+
+    async def _call(self, script: Script, *arguments: str | bytes | int) -> Any:
+        """The script's answer; when the group is gone, it is made again and the script repeated."""
+        keys = (self.stream, self.dead_letter_stream) if script is BURY else (self.stream,)
+        try:
+            return await script.run(self.redis, keys, (self.name, *arguments))
+        except ResponseError as error:
+            if not is_lost_group(error):
+                if code_word(str(error)) == "WRONGTYPE":
+                    error.add_note(f"one of {keys} is a key that holds no stream")
+                raise
+        await self.make()
+        logger.warning("made group %r of stream %r, which was not there", self.name, self.stream)
+        return await script.run(self.redis, keys, (self.name, *arguments))

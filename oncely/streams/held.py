@@ -1,0 +1,120 @@
+"""Keys that wait: an entry of theirs failed, and the entries that came after it are held back here.
+
+A key is held by its *heads*, entries that are pending and have failed, here or at whoever took them
+over. Its *followers* are entries of this worker that come later in the stream. They are ready when
+no head is pending any more; until then this worker keeps them young, so that nobody takes them over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from oncely.streams.entry import Entry, position
+
+__all__ = ["HeldKeys"]
+
+
+class HeldKeys:
+    """Which keys are held, by which entries, and what waits behind them."""
+
+    def __init__(self) -> None:
+        self._heads: dict[str, set[bytes]] = {}
+        self._followers: dict[str, dict[bytes, Entry]] = {}
+
+    @property
+    def heads(self) -> list[bytes]:
+        """The ids of everything that is waited for."""
+        return [head for heads in self._heads.values() for head in heads]
+
+    @property
+    def followers(self) -> list[Entry]:
+        """Everything that waits."""
+        return [entry for waiting in self._followers.values() for entry in waiting.values()]
+
+    @property
+    def ready(self) -> list[Entry]:
+        """What waits for nothing any more."""
+        return [
+            entry
+            for key, waiting in self._followers.items()
+            if key not in self._heads
+            for entry in waiting.values()
+        ]
+
+    def __contains__(self, entry_id: bytes) -> bool:
+        """Whether an entry waits here."""
+        return any(entry_id in waiting for waiting in self._followers.values())
+
+    @property
+    def waiting(self) -> int:
+        """How many entries wait."""
+        return sum(map(len, self._followers.values()))
+
+    def __bool__(self) -> bool:
+        """Whether any key is held."""
+        return bool(self._heads or self._followers)
+
+    def hold(self, key: str, head: bytes, followers: Iterable[Entry]) -> None:
+        """The entry `head` of this key has failed; `followers` come after it."""
+        self._heads.setdefault(key, set()).add(head)
+        for entry in followers:
+            self._follow(key, entry)
+
+    def keeps(self, entry: Entry) -> bool:
+        """Whether the entry has to wait for others of its key; then it is kept here.
+
+        A head that is tried again does not, nor what comes before every head.
+        """
+        key = entry.event.key
+        if key is None or (key not in self._heads and key not in self._followers):
+            return False
+        heads = self._heads.get(key, set())
+        if entry.id in heads or (heads and all(entry.position < position(head) for head in heads)):
+            return False
+        self._follow(key, entry)
+        return True
+
+    def settled(self, heads: Iterable[bytes]) -> None:
+        """These are not pending any more."""
+        gone = set(heads)
+        for key in list(self._heads):
+            self._heads[key] -= gone
+            if not self._heads[key]:
+                del self._heads[key]
+
+    def stolen(self, ids: Iterable[bytes]) -> None:
+        """Followers that another worker has by now: from here on the key waits for that one."""
+        for entry in self.dropped(ids):
+            self._heads.setdefault(entry.event.key or "", set()).add(entry.id)
+
+    def dropped(self, ids: Iterable[bytes]) -> list[Entry]:
+        """Lets followers go; returns those that were here."""
+        gone = set(ids)
+        found = [entry for entry in self.followers if entry.id in gone]
+        for entry in found:
+            key = entry.event.key or ""
+            del self._followers[key][entry.id]
+            if not self._followers[key]:
+                del self._followers[key]
+        return found
+
+    def pop_ready(self) -> list[list[Entry]]:
+        """Takes out what is ready: one lane a key, in stream order."""
+        lanes = []
+        for key in [key for key in self._followers if key not in self._heads]:
+            lane = sorted(self._followers.pop(key).values(), key=lambda entry: entry.position)
+            for entry in lane:
+                entry.open = True
+            lanes.append(lane)
+        return lanes
+
+    def clear(self) -> list[Entry]:
+        """Lets everything go; returns what was waiting."""
+        waiting = self.followers
+        self._heads.clear()
+        self._followers.clear()
+        return waiting
+
+    def _follow(self, key: str, entry: Entry) -> None:
+        entry.open = False  # nobody's to handle until it is ready
+        self._followers.setdefault(key, {})[entry.id] = entry

