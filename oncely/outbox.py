@@ -21,6 +21,7 @@ from sqlalchemy import ARRAY, Integer, Interval, MetaData, Table, Text, Uuid
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.types import TypeEngine
 
+from oncely.deadletters import DeadEvent, DeadLetters, Which
 from oncely.errors import CancelUnsafe, ClaimLost, DedupKeyReused, InvalidKey, PublishFailed
 from oncely.event import Event, NewEvent, Publisher, check_key, encode_json, uuid7
 from oncely.ledger import Claim, Ledger, OnDead
@@ -30,7 +31,7 @@ from oncely.statement import Statement
 from oncely.tables import outbox_tables
 from oncely.transaction import Caller, Sessionmaker, join
 
-__all__ = ["Event", "NewEvent", "Outbox", "Publisher", "uuid7"]
+__all__ = ["DeadEvent", "Event", "NewEvent", "Outbox", "Publisher", "uuid7"]
 
 _PATIENCE = timedelta(seconds=5)
 
@@ -65,6 +66,7 @@ class Outbox:
         self.ledger = Ledger(self.table, self.claims, on_dead=on_dead)
         tables = {"outbox": self.table, "claims": self.claims}
         parked = _PARKED if on_dead == "park" else "false"
+        self._dead_letters = DeadLetters(self.table)
         self._emit = Statement(_EMIT, tables, _EVENT)
         self._emit_many = Statement(_EMIT_MANY, tables, _EVENTS)
         self._emit_unique = Statement(_EMIT_UNIQUE, tables, _UNIQUE_EVENTS)
@@ -197,6 +199,56 @@ class Outbox:
         """
         connection = await join(session, self.table)
         return float((await connection.execute(self._lag)).scalar_one())
+
+    async def dead(
+        self,
+        session: Caller,
+        *,
+        topic: str | None = None,
+        error: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        limit: int = 100,
+    ) -> list[DeadEvent]:
+        """The dead events that match all that is given, first in line first.
+
+        `error` is the name of an error's class, `since` and `until` bound the time of death.
+        """
+        which = Which(topic=topic, error=error, since=since, until=until, limit=limit)
+        return await self._dead_letters.list(await join(session, self.table), which)
+
+    async def replay(
+        self,
+        session: Caller,
+        *,
+        ids: Iterable[UUID] | None = None,
+        topic: str | None = None,
+        error: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        limit: int = 10_000,
+    ) -> int:
+        """Send dead events again, with the id they had: those that match all that is given, or all.
+
+        How many it were; when that is `limit`, there may be more.
+        """
+        which = Which(ids=ids, topic=topic, error=error, since=since, until=until, limit=limit)
+        return await self._dead_letters.replay(await join(session, self.table), which)
+
+    async def discard(
+        self,
+        session: Caller,
+        *,
+        ids: Iterable[UUID] | None = None,
+        topic: str | None = None,
+        error: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        limit: int = 10_000,
+    ) -> int:
+        """Delete dead events: those that match all that is given, or all; how many it were."""
+        which = Which(ids=ids, topic=topic, error=error, since=since, until=until, limit=limit)
+        return await self._dead_letters.discard(await join(session, self.table), which)
 
     async def prune(
         self, session: Caller, *, older_than: timedelta | datetime, limit: int | None = None
