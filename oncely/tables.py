@@ -27,14 +27,14 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB
-from sqlalchemy.schema import SchemaItem
+from sqlalchemy.schema import SchemaItem, conv
 
 from oncely.errors import TableNameTaken
 
 __all__ = ["effects_table", "idempotency_table", "inbox_table", "outbox_tables"]
 
 _LONGEST_NAME = 63
-_LONGEST_SUFFIX = len("_claims_events_check")
+"""In bytes of UTF-8. PostgreSQL cuts a longer name short without an error."""
 
 
 def idempotency_table(metadata: MetaData, name: str, schema: str | None) -> Table:
@@ -51,11 +51,11 @@ def idempotency_table(metadata: MetaData, name: str, schema: str | None) -> Tabl
             Column("response_bytes", LargeBinary),
             Column("created_at", _TIME, nullable=False, server_default=func.now()),
             Column("expires_at", _TIME),
-            CheckConstraint("response_body IS NULL OR response_bytes IS NULL", name=f"{name}_one_body_check"),
-            CheckConstraint(
+            _check("response_body IS NULL OR response_bytes IS NULL", f"{name}_one_body_check"),
+            _check(
                 "response_code IS NOT NULL OR (response_headers IS NULL AND "
                 "response_body IS NULL AND response_bytes IS NULL)",
-                name=f"{name}_answer_check",
+                f"{name}_answer_check",
             ),
             Index(f"{name}_created_at_idx", "created_at"),
             Index(f"{name}_expires_at_idx", "expires_at", postgresql_where=text("expires_at IS NOT NULL")),
@@ -87,15 +87,15 @@ def outbox_tables(metadata: MetaData, name: str, schema: str | None) -> tuple[Ta
             Column("last_error", Text),
             Column("published_at", _TIME),
             Column("dead_at", _TIME),
-            CheckConstraint("attempts >= 0", name=f"{name}_attempts_check"),
-            CheckConstraint(
+            _check("attempts >= 0", f"{name}_attempts_check"),
+            _check(
                 "published_at IS NULL OR (dead_at IS NULL AND due_at IS NULL)",
-                name=f"{name}_published_check",
+                f"{name}_published_check",
             ),
-            CheckConstraint("dead_at IS NULL OR due_at IS NULL", name=f"{name}_dead_check"),
-            CheckConstraint(
+            _check("dead_at IS NULL OR due_at IS NULL", f"{name}_dead_check"),
+            _check(
                 "attempts = 0 OR due_at IS NOT NULL OR published_at IS NOT NULL OR dead_at IS NOT NULL",
-                name=f"{name}_tried_check",
+                f"{name}_tried_check",
             ),
             Index(
                 f"{name}_pending_idx",
@@ -133,12 +133,14 @@ def outbox_tables(metadata: MetaData, name: str, schema: str | None) -> tuple[Ta
             Column("event_ids", ARRAY(Uuid), nullable=False),
             Column("keys", ARRAY(Text), nullable=False),
             Column("low", BigInteger),
-            CheckConstraint("cardinality(event_ids) > 0", name=f"{name}_claims_events_check"),
+            _check("cardinality(event_ids) > 0", f"{name}_claims_events_check"),
         ]
 
+    claims = f"{name}_claims"
+    _present(metadata, claims, schema, "outbox_claims", claim_items)  # before one of the two is attached
     return (
         _attach(metadata, name, schema, "outbox", event_items),
-        _attach(metadata, f"{name}_claims", schema, "outbox_claims", claim_items),
+        _attach(metadata, claims, schema, "outbox_claims", claim_items),
     )
 
 
@@ -179,21 +181,19 @@ def effects_table(metadata: MetaData, name: str, schema: str | None) -> Table:
             Column("created_at", _TIME, nullable=False),
             Column("updated_at", _TIME, nullable=False),
             Column("expires_at", _TIME),
-            CheckConstraint(
-                "status IN ('pending', 'done', 'failed', 'unknown')", name=f"{name}_status_check"
-            ),
-            CheckConstraint("(status = 'done') = (result IS NOT NULL)", name=f"{name}_result_check"),
-            CheckConstraint(
+            _check("status IN ('pending', 'done', 'failed', 'unknown')", f"{name}_status_check"),
+            _check("(status = 'done') = (result IS NOT NULL)", f"{name}_result_check"),
+            _check(
                 "CASE status WHEN 'failed' THEN error IS NOT NULL "
                 "WHEN 'unknown' THEN true ELSE error IS NULL END",
-                name=f"{name}_error_check",
+                f"{name}_error_check",
             ),
-            CheckConstraint(
+            _check(
                 "CASE status WHEN 'pending' THEN expires_at IS NOT NULL "
                 "WHEN 'unknown' THEN expires_at IS NULL ELSE true END",
-                name=f"{name}_expiry_check",
+                f"{name}_expiry_check",
             ),
-            CheckConstraint("attempts > 0", name=f"{name}_attempts_check"),
+            _check("attempts > 0", f"{name}_attempts_check"),
             Index(f"{name}_created_at_idx", "created_at"),
             Index(f"{name}_open_idx", "created_at", postgresql_where=open_, sqlite_where=open_),
         ]
@@ -204,6 +204,11 @@ def effects_table(metadata: MetaData, name: str, schema: str | None) -> Table:
 _TIME = DateTime(timezone=True)
 
 
+def _check(condition: str, name: str) -> CheckConstraint:
+    """A constraint that bears this very name, like the indexes, whatever the naming convention."""
+    return CheckConstraint(condition, name=conv(name))
+
+
 def _attach(
     metadata: MetaData,
     name: str,
@@ -212,14 +217,33 @@ def _attach(
     items: Callable[[], list[SchemaItem]],
 ) -> Table:
     """The table of this name on the MetaData: the one that is there if it is ours, else a new one."""
-    if len(name) + _LONGEST_SUFFIX > _LONGEST_NAME:
+    present = _present(metadata, name, schema, kind, items)
+    if present is not None:
+        return present
+    return Table(name, metadata, *items(), schema=schema, info={"oncely": kind})
+
+
+def _present(
+    metadata: MetaData,
+    name: str,
+    schema: str | None,
+    kind: str,
+    items: Callable[[], list[SchemaItem]],
+) -> Table | None:
+    """The table of this name if it is there and ours.
+
+    Raises TableNameTaken for another one, and ValueError for a name that PostgreSQL would cut short,
+    or those of its indexes and constraints.
+    """
+    names = [name, *(str(item.name) for item in items() if isinstance(item, (CheckConstraint, Index)))]
+    longest = max(names, key=lambda each: len(each.encode()))
+    if len(longest.encode()) > _LONGEST_NAME:
         raise ValueError(
-            f"table name {name!r} is too long: its indexes and constraints would exceed 63 characters"
+            f"table name {name!r} is too long: {longest!r} has {len(longest.encode())} bytes, "
+            f"and PostgreSQL keeps {_LONGEST_NAME}"
         )
     schema = schema if schema is not None else metadata.schema
     present = metadata.tables.get(name if schema is None else f"{schema}.{name}")
-    if present is None:
-        return Table(name, metadata, *items(), schema=schema, info={"oncely": kind})
-    if present.info.get("oncely") != kind:
+    if present is not None and present.info.get("oncely") != kind:
         raise TableNameTaken(present.fullname)
     return present
