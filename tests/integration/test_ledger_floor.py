@@ -1,0 +1,159 @@
+"""The floor never rises past an event that is not committed yet.
+
+Two ways in which it could: a writer's transaction id may be newer than the newest completed one, and
+a writer may have its place in line before it has a transaction id. Each is made to happen here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import MetaData, text
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+
+from oncely import Event, Outbox
+from oncely.testing import RecordingPublisher
+from tests.waiting import backend_waits
+
+Sessions = async_sessionmaker[AsyncSession]
+
+
+@pytest.fixture
+async def outbox(engine: AsyncEngine, metadata: MetaData) -> Outbox:
+    outbox = Outbox(metadata)
+    async with engine.begin() as connection:
+        await connection.run_sync(metadata.create_all)
+    return outbox
+
+
+@pytest.fixture
+def publish() -> RecordingPublisher:
+    return RecordingPublisher()
+
+
+async def emit_and_relay(
+    outbox: Outbox, sessions: Sessions, publish: RecordingPublisher, *payloads: str
+) -> None:
+    """Each payload is committed and relayed by a pass of its own, so that the floor may follow."""
+    for payload in payloads:
+        async with sessions() as session, session.begin():
+            await outbox.emit(session, "t", payload)
+        await outbox.relay_once(sessions, publish)
+
+
+async def relay_all(outbox: Outbox, sessions: Sessions, publish: RecordingPublisher) -> list[Event]:
+    while await outbox.relay_once(sessions, publish):
+        pass
+    return publish.events
+
+
+async def test_a_writer_with_a_newer_id_and_an_earlier_place_is_not_passed(
+    outbox: Outbox, sessions: Sessions, publish: RecordingPublisher
+) -> None:
+    async with sessions() as early, sessions() as late:
+        await outbox.emit(early, "t", "gives early its id")
+        await outbox.emit(late, "t", "late")  # a newer id, and the place after
+        await outbox.emit(early, "t", "early")  # an older id, and the place after late's
+        await early.commit()
+        await outbox.relay_once(sessions, publish)  # sees early's place; the newest completed id is early's
+        await emit_and_relay(outbox, sessions, publish, "a", "b", "c", "d", "e")
+        await late.commit()
+    events = await relay_all(outbox, sessions, publish)
+    assert [event.payload for event in events] == [
+        "gives early its id",
+        "early",
+        "a",
+        "b",
+        "c",
+        "d",
+        "e",
+        "late",
+    ]
+
+
+async def test_a_writer_that_stalls_between_its_place_and_its_row_is_not_passed(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, publish: RecordingPublisher
+) -> None:
+
+    async with engine.begin() as connection:
+        # A row trigger runs after the defaults: the place in line is taken, the row is not written.
+        await connection.execute(
+            text(
+                "CREATE FUNCTION stall() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN"
+                " IF NEW.topic = 'stalls' THEN PERFORM pg_advisory_xact_lock(7); END IF;"
+                " RETURN NEW; END $$"
+            )
+        )
+        await connection.execute(
+            text("CREATE TRIGGER stall BEFORE INSERT ON outbox FOR EACH ROW EXECUTE FUNCTION stall()")
+        )
+    async with engine.connect() as gate:
+        await gate.execute(text("SELECT pg_advisory_xact_lock(7)"))
+
+        async def stalled() -> None:
+            async with sessions() as session, session.begin():
+                await outbox.emit(session, "stalls", "stalled")
+
+        # The first place of 32 is written to the log, which would give the writer an id by itself.
+        await emit_and_relay(outbox, sessions, publish, "first")
+        writer = asyncio.create_task(stalled())
+        await backend_waits(engine, "advisory")
+        await emit_and_relay(outbox, sessions, publish, "a", "b", "c", "d", "e")
+        await gate.rollback()
+        await writer
+    events = await relay_all(outbox, sessions, publish)
+    assert [event.payload for event in events] == ["first", "a", "b", "c", "d", "e", "stalled"]
+
+
+async def test_it_rises_while_nobody_writes(
+    outbox: Outbox, sessions: Sessions, publish: RecordingPublisher
+) -> None:
+    await emit_and_relay(outbox, sessions, publish, "a", "b", "c", "d", "e")
+    assert outbox.ledger._memory.floor >= 3
+
+
+async def test_a_transaction_that_only_reads_does_not_hold_it(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, publish: RecordingPublisher
+) -> None:
+    async with engine.connect() as reader:
+        await reader.execute(text("SELECT count(*) FROM outbox"))
+        await emit_and_relay(outbox, sessions, publish, "a", "b", "c", "d", "e")
+        assert outbox.ledger._memory.floor >= 3
+
+
+@pytest.mark.parametrize("again", ["TRUNCATE outbox, outbox_claims RESTART IDENTITY", "drop and create"])
+async def test_it_is_forgotten_when_the_table_begins_anew(
+    outbox: Outbox,
+    engines: Callable[..., AsyncEngine],
+    metadata: MetaData,
+    sessions: Sessions,
+    publish: RecordingPublisher,
+    again: str,
+) -> None:
+    await emit_and_relay(outbox, sessions, publish, "a", "b", "c", "d", "e")
+    other = engines()
+    async with other.begin() as connection:
+        if again == "drop and create":
+            await connection.run_sync(metadata.drop_all)
+            await connection.run_sync(metadata.create_all)
+        else:
+            await connection.execute(text(again))
+    await emit_and_relay(outbox, sessions, publish, "anew")
+    assert [event.payload for event in publish.events] == ["a", "b", "c", "d", "e", "anew"]
+
+
+async def test_it_does_not_pass_what_another_relay_gives_back(
+    outbox: Outbox, sessions: Sessions, publish: RecordingPublisher
+) -> None:
+    other = Outbox(MetaData())
+    async with sessions() as session, session.begin():
+        await outbox.emit(session, "t", "given back")
+    claim = await other.ledger.claim(sessions, limit=10, lease=timedelta(seconds=30))
+    assert claim is not None
+    await emit_and_relay(outbox, sessions, publish, "a", "b", "c", "d", "e")
+    await other.ledger.release(sessions, claim)
+    events = await relay_all(outbox, sessions, publish)
+    assert [event.payload for event in events] == ["a", "b", "c", "d", "e", "given back"]
