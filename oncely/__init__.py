@@ -3,10 +3,15 @@
 Idempotency keys, a transactional outbox and Redis Streams for async SQLAlchemy on PostgreSQL.
 """
 
+from oncely.effects import NOT_HAPPENED, Effects
 from oncely.errors import (
     CancelUnsafe,
     ClaimLost,
     DedupKeyReused,
+    EffectFailed,
+    EffectLost,
+    EffectPending,
+    EffectUnknown,
     InvalidKey,
     KeyInFlight,
     KeyInUse,
@@ -22,15 +27,21 @@ from oncely.errors import (
 from oncely.event import Event, NewEvent
 from oncely.outbox import Outbox
 
-__all__ = [
+__all__ = [  # noqa: RUF022  in the order of `sorted`
     "CancelUnsafe",
     "ClaimLost",
     "DedupKeyReused",
+    "EffectFailed",
+    "EffectLost",
+    "EffectPending",
+    "EffectUnknown",
+    "Effects",
     "Event",
     "InvalidKey",
     "KeyInFlight",
     "KeyInUse",
     "KeyReused",
+    "NOT_HAPPENED",
     "NewEvent",
     "NoTransaction",
     "OncelyError",

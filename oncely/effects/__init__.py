@@ -1,5 +1,26 @@
-"""Calls to the outside that no transaction can undo: made once, or known to be in doubt."""
+"""Calls to the outside that no transaction can undo: made once, or known to be in doubt.
 
-from oncely.effects.record import NOT_HAPPENED, EffectRecord, Status
+    effects.run ─▶ record ┃table┃ ◀─ the next run, a verifier, a person
 
-__all__ = ["NOT_HAPPENED", "EffectRecord", "Status"]
+A call is made by whoever holds the record's token. `run.py` decides, `heartbeat.py` keeps the claim
+alive meanwhile, `table_store.py` writes. Read `store.py` first: it says what may become of a record.
+"""
+
+from oncely.effects.effects import Effects
+from oncely.effects.once import Once
+from oncely.effects.record import NOT_HAPPENED, EffectRecord, NotHappened, Status
+from oncely.effects.run import Call, TokenVerify, Verify
+from oncely.effects.store import Store
+
+__all__ = [  # noqa: RUF022  in the order of `sorted`
+    "Call",
+    "EffectRecord",
+    "Effects",
+    "NOT_HAPPENED",
+    "NotHappened",
+    "Once",
+    "Status",
+    "Store",
+    "TokenVerify",
+    "Verify",
+]

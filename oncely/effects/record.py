@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import datetime
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any, Final
 
 from oncely.event import decode_json
@@ -12,7 +12,7 @@ from oncely.event import decode_json
 __all__ = ["NOT_HAPPENED", "EffectRecord", "NotHappened", "Status"]
 
 
-class Status(str, Enum):
+class Status(StrEnum):
     """How a call stands. `done` and `failed` are finished; the other two are open."""
 
     PENDING = "pending"

@@ -1,0 +1,304 @@
+"""The store level on a table, in PostgreSQL or SQLite.
+
+Each function is one statement in a short transaction, READ COMMITTED on PostgreSQL: whoever waits
+there for a row then sees what became of it, and loses instead of failing.
+
+A connection that drops is tried once more. When the first try had been written and only its reply
+was lost, the second finds the record changed and says lost: the safe side.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any, Self, TypeAlias, TypeVar
+
+from sqlalchemy import CursorResult, Executable, RowMapping, Table
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, async_sessionmaker
+
+from oncely.effects import statements
+from oncely.effects.record import EffectRecord, Status
+from oncely.effects.store import FINISHED, OPEN, new_token
+from oncely.event import check_key, encode_json
+from oncely.transaction import Sessionmaker
+
+__all__ = ["TableStore", "check_duration"]
+
+LONGEST_TIME = timedelta(days=36_500)
+"""The longest lease, ttl or age: what both databases can add to now."""
+
+LONGEST_ERROR = 1_000
+"""How many characters of an error are stored."""
+
+_T = TypeVar("_T")
+_Statement: TypeAlias = Executable | Mapping[str, Executable]
+
+
+class TableStore:
+    """A Store in `table`, reached through a sessionmaker or an engine. A claim lasts `stale_after`."""
+
+    def __init__(
+        self, table: Table, sessionmaker: Sessionmaker | AsyncEngine | None, *, stale_after: timedelta
+    ) -> None:
+        check_duration(stale_after, "stale_after")
+        self.table = table
+        self.stale_after = stale_after
+        self._sessionmaker = _sessionmaker(sessionmaker)
+        self._claim = statements.claim(table)
+        self._extend = statements.extend(table)
+        self._finish = statements.finish(table)
+        self._take = statements.take(table)
+        self._renew = statements.renew(table)
+        self._read = statements.read(table)
+        self._forget = statements.forget(table)
+        self._give_back = statements.give_back(table)
+
+    def bind(self, sessionmaker: Sessionmaker | AsyncEngine) -> Self:
+        """The same on the same table in another database."""
+        bound = copy.copy(self)
+        bound._sessionmaker = _sessionmaker(sessionmaker)  # noqa: SLF001  of our own class
+        return bound
+
+    async def claim(self, key: str, args_hash: bytes, *, provider_token: str | None = None) -> str | None:
+        """The token of the new owner, who may make the call; None when there is a record already."""
+        check_key(key, "key")
+        token = new_token()
+        won = await self._execute(
+            self._claim,
+            _has_rows,
+            for_key=key,
+            new_hash=args_hash,
+            new_token=token,
+            new_provider_token=provider_token or new_token(),
+            lease=self.stale_after,
+        )
+        return token if won else None
+
+    async def extend(self, key: str, token: str, lease: timedelta) -> bool:
+        """Whether the owner has `lease` from now. False once its time had run out, or it has finished.
+
+        An owner that is told False must stop: somebody else may be making the call.
+        """
+        check_key(key, "key")
+        check_duration(lease, "lease")
+        return await self._execute(self._extend, _is_true, for_key=key, for_token=token, lease=lease)
+
+    async def finish(
+        self,
+        key: str,
+        token: str,
+        status: Status,
+        *,
+        result: object = None,
+        error: str | None = None,
+        ttl: timedelta | None = None,
+    ) -> bool:
+        """Whether the end was recorded: done, failed or unknown. False when the record has changed hands.
+
+        The time may have run out: as long as nobody took the record, what its owner knows is true.
+        """
+        check_key(key, "key")
+        if status is Status.PENDING:
+            raise ValueError("a call does not end as pending")
+        end = _end(status, result, error, ttl)
+        return await self._execute(self._finish, _has_rows, for_key=key, for_token=token, **end)
+
+    async def take(
+        self,
+        record: EffectRecord,
+        status: Status,
+        *,
+        result: object = None,
+        error: str | None = None,
+        ttl: timedelta | None = None,
+    ) -> str | None:
+        """Decide about an unknown record as it was read: the new token, or None when it has changed.
+
+        PENDING makes the taker its owner, who calls again with the same provider token. DONE and
+        FAILED record what was found out. UNKNOWN only shuts the old owner out. An owner whose time
+        has not run out is not taken from, and a finished record stays as it is: both give None.
+        """
+        calls_again = status is Status.PENDING
+        end = _end(status, result, error, ttl)
+        token = new_token()
+        won = await self._execute(
+            self._take,
+            _has_rows,
+            **_as_read(record),
+            **(end | {"ttl": self.stale_after} if calls_again else end),
+            new_token=token,
+            more_attempts=int(calls_again),
+        )
+        return token if won else None
+
+    async def renew(
+        self, record: EffectRecord, args_hash: bytes, *, provider_token: str | None = None
+    ) -> str | None:
+        """Open a finished record whose ttl has run out, as new: the token for one of many, else None."""
+        token = new_token()
+        won = await self._execute(
+            self._renew,
+            _has_rows,
+            **_as_read(record),
+            new_hash=args_hash,
+            new_token=token,
+            new_provider_token=provider_token or new_token(),
+            lease=self.stale_after,
+        )
+        return token if won else None
+
+    async def get(self, key: str) -> EffectRecord | None:
+        """The record of this key as it is now."""
+        check_key(key, "key")
+        found = await self._execute(self._read, _records, for_key=key)
+        return found[0] if found else None
+
+    async def records(
+        self, statuses: Collection[Status] | None = None, limit: int | None = None
+    ) -> list[EffectRecord]:
+        """Records of these statuses, newest first; without any, the open ones: pending and unknown."""
+        wanted = OPEN if statuses is None else frozenset(map(Status, statuses))
+        found = await self._execute(statements.records(self.table, wanted, limit), _records)
+        # The clock goes on within the statement: one may have turned unknown since it was chosen.
+        return [record for record in found if record.status in wanted]
+
+    async def purge(
+        self,
+        older_than: timedelta | float,
+        statuses: Collection[Status] = FINISHED,
+        *,
+        limit: int | None = None,
+    ) -> int:
+        """Remove records that finished so long ago (seconds or a timedelta) and have no ttl to run.
+
+        Returns how many. Never an open record: statuses other than done and failed are a ValueError.
+        """
+        age = older_than if isinstance(older_than, timedelta) else timedelta(seconds=older_than)
+        if not timedelta(0) <= age <= LONGEST_TIME:
+            raise ValueError(f"older_than must be from 0 to {LONGEST_TIME.days:,} days, not {older_than!r}")
+        wanted = frozenset(map(Status, statuses))
+        if not wanted <= FINISHED:
+            raise ValueError(f"only finished records are purged, not {', '.join(sorted(wanted - FINISHED))}")
+        return await self._execute(statements.purge(self.table, age, wanted, limit), _count)
+
+    async def delete(self, key: str, *, token: str | None = None) -> bool:
+        """Remove the record, whatever it says; with `token`, only from its owner before the end."""
+        check_key(key, "key")
+        if token is None:
+            return await self._execute(self._forget, _count, for_key=key) > 0
+        return await self._execute(self._give_back, _count, for_key=key, for_token=token) > 0
+
+    async def _execute(
+        self, statement: _Statement, read: Callable[[CursorResult[Any]], _T], **parameters: object
+    ) -> _T:
+        try:
+            return await self._attempt(statement, read, parameters)
+        except DBAPIError as error:
+            if not error.connection_invalidated:
+                raise
+        return await self._attempt(statement, read, parameters)
+
+    async def _attempt(
+        self,
+        statement: _Statement,
+        read: Callable[[CursorResult[Any]], _T],
+        parameters: Mapping[str, object],
+    ) -> _T:
+        async with self._transaction() as connection:
+            if isinstance(statement, Mapping):
+                statement = statement[connection.dialect.name]
+            return read(await connection.execute(statement, parameters))
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[AsyncConnection]:
+        if self._sessionmaker is None:
+            raise RuntimeError(f"{self.table.name} is on no database: pass sessionmaker=, or use bind()")
+        async with self._sessionmaker() as session, session.begin():
+            dialect = session.get_bind(clause=self.table).dialect.name
+            if dialect not in _ISOLATION:
+                raise ValueError(f"effects run on PostgreSQL and SQLite, not on {dialect}")
+            yield await session.connection(
+                bind_arguments={"clause": self.table}, execution_options=_ISOLATION[dialect]
+            )
+
+
+def check_duration(value: timedelta, what: str) -> None:
+    """Raise ValueError unless `value` is longer than nothing and can be added to now."""
+    if not timedelta(0) < value <= LONGEST_TIME:
+        raise ValueError(f"{what} must be above 0 and at most {LONGEST_TIME.days:,} days, not {value!r}")
+
+
+def _sessionmaker(given: Sessionmaker | AsyncEngine | None) -> Sessionmaker | None:
+    return async_sessionmaker(given) if isinstance(given, AsyncEngine) else given
+
+
+_ISOLATION: Mapping[str, dict[str, str]] = {
+    "postgresql": {"isolation_level": "READ COMMITTED"},
+    "sqlite": {},  # its writers follow one another
+}
+
+
+def _end(status: Status, result: object, error: str | None, ttl: timedelta | None) -> dict[str, object]:
+    """The parameters that say what a record becomes, checked."""
+    if ttl is not None:
+        check_duration(ttl, "ttl")
+        if status not in FINISHED:
+            raise ValueError(f"a ttl frees finished records, not {status} ones")
+    if result is not None and status is not Status.DONE:
+        raise ValueError(f"a record that is {status} has no result")
+    if error is not None and status in (Status.PENDING, Status.DONE):
+        raise ValueError(f"a record that is {status} has no error")
+    if status is Status.FAILED and error is None:
+        error = ""
+    return {
+        "new_status": status.value,
+        "new_result": encode_json(result, what="result") if status is Status.DONE else None,
+        "new_error": None if error is None else _storable(error),
+        "ttl": ttl,
+    }
+
+
+def _storable(error: str) -> str:
+    """The text without what a database refuses, and not too long."""
+    return error[:LONGEST_ERROR].replace("\0", "\ufffd").encode(errors="replace").decode()
+
+
+def _as_read(record: EffectRecord) -> dict[str, object]:
+    return {"for_key": record.key, "for_token": record.token, "for_updated_at": record.updated_at}
+
+
+def _has_rows(result: CursorResult[Any]) -> bool:
+    return result.first() is not None
+
+
+def _is_true(result: CursorResult[Any]) -> bool:
+    return bool(result.scalar())
+
+
+def _count(result: CursorResult[Any]) -> int:
+    return result.rowcount
+
+
+def _records(result: CursorResult[Any]) -> list[EffectRecord]:
+    return [_record(row) for row in result.mappings()]
+
+
+def _record(row: RowMapping) -> EffectRecord:
+    stored = Status(row["status"])
+    return EffectRecord(
+        key=row["key"],
+        args_hash=bytes(row["args_hash"]),
+        status=Status.UNKNOWN if stored is Status.PENDING and row["expired"] else stored,
+        result_json=row["result"],
+        error=row["error"],
+        token=row["token"],
+        provider_token=row["provider_token"],
+        attempts=row["attempts"],
+        created_at=row["created_at"],
+        updated_at=row["updated_at"],
+        expires_at=row["expires_at"],
+        expired=row["expired"],
+    )
