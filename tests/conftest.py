@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -54,8 +56,24 @@ def driver(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def database(request: pytest.FixtureRequest) -> Iterator[Database]:
     """An empty database, reached by the test's `driver` if it has one, else by asyncpg."""
-    name = f"test_{uuid.uuid4().hex}"
     driver = request.getfixturevalue("driver") if "driver" in request.fixturenames else "asyncpg"
+    with _on_postgresql(request, driver) as database:
+        yield database
+
+
+@pytest.fixture(params=(*DRIVERS, "aiosqlite"))
+def any_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    """An empty database on PostgreSQL by each driver, and on SQLite (a file, WAL): for effects."""
+    if request.param == "aiosqlite":
+        yield Database.in_file(tmp_path / "test.db")
+        return
+    with _on_postgresql(request, request.param) as database:
+        yield database
+
+
+@contextmanager
+def _on_postgresql(request: pytest.FixtureRequest, driver: str) -> Iterator[Database]:
+    name = f"test_{uuid.uuid4().hex}"
     given = os.environ.get("ONCELY_TEST_DATABASE_URL")
     if given is not None:
         with Database.in_schema(given, driver) as database:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -37,6 +39,13 @@ class Database:
                 yield cls(target.render_as_string(hide_password=False), _SCHEMA)
             finally:
                 admin.execute(f"DROP SCHEMA IF EXISTS {_SCHEMA} CASCADE")
+
+    @classmethod
+    def in_file(cls, path: Path) -> Database:
+        """An empty SQLite database, in WAL mode."""
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute("PRAGMA journal_mode = WAL")
+        return cls(f"sqlite+aiosqlite:///{path}")
 
     @property
     def driver(self) -> str:
