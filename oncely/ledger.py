@@ -22,6 +22,10 @@ floor rises only to a position that was seen by an earlier claim whose own trans
 than every transaction that still runs. `pg_snapshot_xmax` would not do: it is one past the newest
 *completed* transaction, and a running one may already have a higher id. The memory is good only for
 the server process and the table files it was made with; where either has changed, it counts as zero.
+
+The detour. Events behind a held key cannot be passed by the floor, and a large backlog of them would
+be read by every claim. So each ledger also remembers a position further on, and the keys of all that
+lies between the two: as long as every one of them is held, the scan starts there.
 """
 
 from __future__ import annotations
@@ -31,15 +35,14 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 from uuid import UUID, uuid4
 
 from sqlalchemy import ARRAY, BigInteger, Boolean, Integer, Interval, Table, Text, Uuid
-from sqlalchemy.ext.asyncio import AsyncConnection
 
-from oncely.event import Event
+from oncely.event import Event, decode_json
 from oncely.statement import Statement
 from oncely.transaction import Sessionmaker, alone, begin
 
@@ -73,8 +76,26 @@ class _Memory:
     ground: str = ""
     floor: int = 0
     first_claim: int = 0
+    detour: int = 0
+    detour_keys: frozenset[str] = frozenset()
     # Positions seen by earlier claims, each with the transaction id of that claim, oldest first.
     seen: deque[tuple[int, int]] = field(default_factory=deque)
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What the choosing statement saw beside the events: positions, and transaction ids."""
+
+    ground: str
+    first_claim: int
+    detoured: bool
+    first_ready: int | None
+    last_ready: int | None
+    lowest_claimed: int | None
+    first_passed: int | None
+    passed_keys: list[str] | None
+    oldest_running: int
+    transaction: int
 
 
 class Ledger:
@@ -101,6 +122,8 @@ class Ledger:
                 "ground": Text,
                 "floor": BigInteger,
                 "first_claim": BigInteger,
+                "detour": BigInteger,
+                "detour_keys": ARRAY(Text),
             },
         )
         self._settle = Statement(_SETTLE, tables, {"token": Uuid})
@@ -127,11 +150,24 @@ class Ledger:
             expired = (await connection.execute(self._lock)).scalar_one()
             if expired:
                 await connection.execute(self._reap, {"limit": _REAPED_AT_ONCE})
-            rows = await self._rows(connection, token, limit, lease)
+            memory = replace(self._memory)
+            parameters = {
+                "token": token,
+                "claimed_by": self._name,
+                "lease": lease,
+                "limit": limit,
+                "tried_first": self._tried_first,
+                "ground": memory.ground,
+                "floor": memory.floor,
+                "first_claim": memory.first_claim,
+                "detour": memory.detour,
+                "detour_keys": list(memory.detour_keys),
+            }
+            rows = (await connection.execute(self._choose, parameters)).fetchall()
         if not rows:
             return None
         facts, *found = rows
-        self._learn(facts.facts, trust_position=not expired)
+        self._learn(memory, _Facts(**decode_json(facts.topic)), trust_position=not expired)
         # A tenth of the lease is kept for the settling, and for clocks that run at other speeds.
         return Claim(
             token=token,
@@ -152,7 +188,8 @@ class Ledger:
         `published` None means all of it. False, with nothing marked, when the claim was lost: it had
         expired and was reaped.
         """
-        statement, parameters = self._settle, {"token": claim.token}
+        statement = self._settle
+        parameters: dict[str, object] = {"token": claim.token}
         if published is not None or failures:
             statement = self._settle_partly
             parameters |= {
@@ -176,44 +213,36 @@ class Ledger:
             held = (await connection.execute(self._renew, {"token": claim.token, "lease": lease})).scalar()
         return begun + lease.total_seconds() * 0.9 if held else None
 
-    async def _rows(
-        self, connection: AsyncConnection, token: UUID, limit: int, lease: timedelta
-    ) -> Sequence[Any]:
-        parameters = {
-            "token": token,
-            "claimed_by": self._name,
-            "lease": lease,
-            "limit": limit,
-            "tried_first": self._tried_first,
-            "ground": self._memory.ground,
-            "floor": self._memory.floor,
-            "first_claim": self._memory.first_claim,
-        }
-        return (await connection.execute(self._choose, parameters)).fetchall()
-
-    def _learn(self, facts: Sequence[str | None], *, trust_position: bool) -> None:
-        """Raise the floor by what a claim has seen.
+    def _learn(self, used: _Memory, facts: _Facts, *, trust_position: bool) -> None:
+        """Raise the floor, and move the detour, by what a claim has seen that started from `used`.
 
         `trust_position` is False when the transaction had its id before the choosing statement took
         its snapshot: then a writer with a higher id may have a place below what was seen.
         """
-        ground, first_claim, clear, top, oldest_running, own = facts
+        if self._memory.ground != facts.ground:
+            self._memory, used = _Memory(ground=facts.ground), _Memory()
         memory = self._memory
-        if memory.ground != ground:
-            memory = self._memory = _Memory(ground=str(ground))
-        memory.first_claim = max(memory.first_claim, int(first_claim or 0))
-        if clear is None or top is None or oldest_running is None or own is None:
+        memory.first_claim = max(memory.first_claim, facts.first_claim)
+        if facts.first_ready is None or facts.last_ready is None:
             return
-        seen = 0
-        while memory.seen and memory.seen[0][1] <= int(oldest_running):
-            seen = memory.seen.popleft()[0]
-        memory.floor = max(memory.floor, min(int(clear), seen))
+        settled = 0
+        while memory.seen and memory.seen[0][1] <= facts.oldest_running:
+            settled = memory.seen.popleft()[0]
         if trust_position:
             highest = memory.seen[-1][0] if memory.seen else 0
-            memory.seen.append((max(highest, int(top)), int(own)))
+            memory.seen.append((max(highest, facts.last_ready), facts.transaction))
+        beyond = min(settled, facts.first_ready, facts.lowest_claimed or facts.first_ready)
+        keys = frozenset(facts.passed_keys or ())
+        if facts.detoured:
+            keys |= used.detour_keys
+        else:
+            memory.floor = max(memory.floor, min(beyond, facts.first_passed or beyond))
+        if beyond > memory.floor and len(keys) <= _MOST_DETOUR_KEYS:
+            memory.detour, memory.detour_keys = beyond, keys
 
 
 _REAPED_AT_ONCE = 20
+_MOST_DETOUR_KEYS = 1_000
 
 # In a statement of its own, so that the next one sees what was committed while this one waited. A
 # claimer that stalls with the lock is ended by the server, so it cannot stop the others. A queue's
@@ -298,6 +327,12 @@ held AS MATERIALIZED (
     UNION SELECT key FROM tried WHERE key IS NOT NULL
     UNION SELECT key FROM parked
 ),
+start AS MATERIALIZED (
+    SELECT detoured, CASE WHEN detoured THEN :detour ELSE floor END AS position
+    FROM memory, LATERAL (
+        SELECT ground = :ground AND :detour > floor
+           AND NOT EXISTS (SELECT unnest(:detour_keys) EXCEPT SELECT key FROM held) AS detoured) AS choice
+),
 suspects AS MATERIALIZED (
     SELECT id, due_at FROM tried
     WHERE due_at <= statement_timestamp() AND id NOT IN (SELECT id FROM taken)
@@ -310,7 +345,7 @@ suspects AS MATERIALIZED (
 ready AS MATERIALIZED (
     SELECT ctid AS place, id, position, key, due_at FROM {outbox}
     WHERE published_at IS NULL AND dead_at IS NULL AND due_at IS NULL
-      AND position >= (SELECT floor FROM memory)
+      AND position >= (SELECT position FROM start)
       AND NOT (:tried_first AND EXISTS (SELECT FROM suspects))
       AND id NOT IN (SELECT id FROM taken) AND (key IS NULL OR key NOT IN (SELECT key FROM held))
     ORDER BY position LIMIT :limit
@@ -358,25 +393,29 @@ claim AS (
     RETURNING number
 ),
 passed AS MATERIALIZED (
-    SELECT min(position) AS position FROM {outbox}
+    SELECT min(position) AS position, array_agg(DISTINCT key) AS keys FROM {outbox}
     WHERE published_at IS NULL AND dead_at IS NULL AND due_at IS NULL
-      AND position >= (SELECT floor FROM memory) AND position < (SELECT min(position) FROM ready)
+      AND position >= (SELECT position FROM start) AND position < (SELECT min(position) FROM ready)
       AND EXISTS (SELECT FROM held) AND id NOT IN (SELECT id FROM taken)
 )
-SELECT NULL::uuid AS id, NULL AS topic, NULL AS payload, NULL AS headers, NULL AS key,
-       NULL::timestamptz AS created_at, NULL::int4 AS attempt, 0 AS position,
-       ARRAY[
-           (SELECT ground FROM memory),
-           coalesce((SELECT min(number) FROM busy), (SELECT number FROM claim))::text,
-           least((SELECT position FROM passed), (SELECT min(low) FROM busy),
-                 (SELECT min(position) FROM ready))::text,
-           (SELECT max(position) FROM ready)::text,
-           pg_snapshot_xmin(pg_current_snapshot())::text,
-           pg_current_xact_id()::text
-       ] AS facts
+SELECT NULL::uuid AS id,
+       json_build_object(
+           'ground', (SELECT ground FROM memory),
+           'first_claim', coalesce((SELECT min(number) FROM busy), (SELECT number FROM claim)),
+           'detoured', (SELECT detoured FROM start),
+           'first_ready', (SELECT min(position) FROM ready),
+           'last_ready', (SELECT max(position) FROM ready),
+           'lowest_claimed', (SELECT min(low) FROM busy),
+           'first_passed', (SELECT position FROM passed),
+           'passed_keys', (SELECT keys FROM passed),
+           'oldest_running', pg_snapshot_xmin(pg_current_snapshot())::text::bigint,
+           'transaction', pg_current_xact_id()::text::bigint
+       )::text AS topic,
+       NULL AS payload, NULL AS headers, NULL AS key, NULL::timestamptz AS created_at, NULL::int4 AS attempt,
+       0 AS position
 FROM claim
 UNION ALL
-SELECT id, topic, payload, headers, key, created_at, attempts + 1, position, NULL FROM picked
+SELECT id, topic, payload, headers, key, created_at, attempts + 1, position FROM picked
 ORDER BY position
 """
 

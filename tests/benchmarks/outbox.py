@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import asyncpg
 from redis.asyncio import Redis
+from redis.typing import EncodableT, FieldT
 from sqlalchemy import Column, Integer, MetaData, Table, Text, insert
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from oncely import Event, NewEvent, Outbox
 
+from oncely.streams import stream_publisher
 from tests.benchmarks.ratio import Ratio, Servers, compare
 
 EVENTS = 10_000
@@ -50,7 +52,7 @@ async def measure(servers: Servers) -> list[Ratio]:
             ),
             await compare(
                 "draining into a Redis stream / the same with a bare pipelined XADD",
-                ours=Drain(engine, nowhere),
+                ours=Drain(engine, stream_publisher(redis, "bench")),
                 bare=BareDrain(engine, bare, redis),
                 limit=0.9,
             ),
@@ -150,7 +152,11 @@ class BareDrain(Full):
                 if self.redis is not None:
                     pipeline = self.redis.pipeline(transaction=False)
                     for row in rows:
-                        fields = {"id": str(row["id"]), "topic": row["topic"], "payload": row["payload"]}
+                        fields: dict[FieldT, EncodableT] = {
+                            "id": str(row["id"]),
+                            "topic": row["topic"],
+                            "payload": row["payload"],
+                        }
                         pipeline.xadd("bench", fields)
                     await pipeline.execute()
                 await self.connection.execute(
