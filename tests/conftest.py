@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
@@ -56,24 +55,8 @@ def driver(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def database(request: pytest.FixtureRequest) -> Iterator[Database]:
     """An empty database, reached by the test's `driver` if it has one, else by asyncpg."""
-    driver = request.getfixturevalue("driver") if "driver" in request.fixturenames else "asyncpg"
-    with _on_postgresql(request, driver) as database:
-        yield database
-
-
-@pytest.fixture(params=(*DRIVERS, "aiosqlite"))
-def any_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
-    """An empty database on PostgreSQL by each driver, and on SQLite (a file, WAL): for effects."""
-    if request.param == "aiosqlite":
-        yield Database.in_file(tmp_path / "test.db")
-        return
-    with _on_postgresql(request, request.param) as database:
-        yield database
-
-
-@contextmanager
-def _on_postgresql(request: pytest.FixtureRequest, driver: str) -> Iterator[Database]:
     name = f"test_{uuid.uuid4().hex}"
+    driver = request.getfixturevalue("driver") if "driver" in request.fixturenames else "asyncpg"
     given = os.environ.get("ONCELY_TEST_DATABASE_URL")
     if given is not None:
         with Database.in_schema(given, driver) as database:
@@ -84,6 +67,27 @@ def _on_postgresql(request: pytest.FixtureRequest, driver: str) -> Iterator[Data
         admin.execute(f"CREATE DATABASE {name} TEMPLATE template0".encode())
         yield Database(server.url(driver, name))
         admin.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
+
+
+@pytest.fixture(params=(*DRIVERS, "aiosqlite"))
+def any_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
+    """A place for tables on PostgreSQL by each driver, and on SQLite (a file, WAL): for effects.
+
+    On PostgreSQL it is a schema, which is made in a tenth of a database's time.
+    """
+    if request.param == "aiosqlite":
+        yield Database.in_file(tmp_path / "test.db")
+        return
+    url = os.environ.get("ONCELY_TEST_DATABASE_URL") or request.getfixturevalue("postgres").url()
+    with Database.in_schema(url, request.param) as database:
+        yield database
+
+
+@pytest.fixture
+async def any_engine(any_database: Database) -> AsyncIterator[AsyncEngine]:
+    engine = any_database.engine(pool_size=20, max_overflow=20)
+    yield engine
+    await engine.dispose()
 
 
 @pytest.fixture
