@@ -1,0 +1,78 @@
+"""What the tests of effects share: a table that is there, time that passes, a provider that counts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from sqlalchemy import MetaData, func, update
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from oncely.effects import NOT_HAPPENED, EffectRecord, Effects
+
+__all__ = ["HOUR", "Provider", "eventually", "make_effects", "pass_time", "record_of"]
+
+HOUR = timedelta(hours=1)
+
+_T = TypeVar("_T")
+
+
+async def make_effects(
+    engine: AsyncEngine, *, stale_after: timedelta = HOUR, metadata: MetaData | None = None, **options: Any
+) -> Effects:
+    """Effects on an engine, with their table made."""
+    metadata = metadata if metadata is not None else MetaData()
+    effects = Effects(metadata, stale_after=stale_after, sessionmaker=engine, **options)
+    async with engine.begin() as connection:
+        await connection.run_sync(metadata.create_all)
+    return effects
+
+
+async def pass_time(effects: Effects, engine: AsyncEngine, by: timedelta) -> None:
+    """Every stored time goes back by so much: to the records, time has passed."""
+    times = [effects.table.c[name] for name in ("created_at", "updated_at", "expires_at")]
+    if engine.dialect.name == "sqlite":
+        modifier = f"{-by.total_seconds():+.3f} seconds"
+        earlier: dict[Any, Any] = {
+            time: func.strftime("%Y-%m-%d %H:%M:%f000", time, modifier) for time in times
+        }
+    else:
+        earlier = {time: time - by for time in times}
+    async with engine.begin() as connection:
+        await connection.execute(update(effects.table).values(earlier))
+
+
+async def record_of(effects: Effects, key: str) -> EffectRecord:
+    """The record of a key that has one."""
+    record = await effects.get(key)
+    assert record is not None
+    return record
+
+
+async def eventually(look: Callable[[], Awaitable[_T | None]], *, seconds: float = 10) -> _T:
+    """What `look` returns once it is not None; it is asked again and again."""
+    deadline = time.monotonic() + seconds
+    while (found := await look()) is None:
+        assert time.monotonic() < deadline, "it did not come about"
+        await asyncio.sleep(0.005)
+    return found
+
+
+class Provider:
+    """The other side: charges a card at every request, and remembers by which token it was asked."""
+
+    def __init__(self) -> None:
+        self.tokens: list[str] = []
+
+    async def charge(self, provider_token: str) -> dict[str, Any]:
+        self.tokens.append(provider_token)
+        return {"charge": len(self.tokens)}
+
+    async def find(self, key: str, args: Any, *, provider_token: str) -> Any:
+        """A verifier: the charge that was made with this token."""
+        if provider_token in self.tokens:
+            return {"charge": self.tokens.index(provider_token) + 1}
+        return NOT_HAPPENED
