@@ -30,6 +30,7 @@ from oncely.retention import CUTOFF, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
 from oncely.tables import outbox_tables
 from oncely.transaction import Caller, Sessionmaker, join
+from oncely.wakeup import Wakeup
 
 __all__ = ["DeadEvent", "Event", "NewEvent", "Outbox", "Publisher", "uuid7"]
 
@@ -66,6 +67,7 @@ class Outbox:
         self.ledger = Ledger(self.table, self.claims, on_dead=on_dead)
         tables = {"outbox": self.table, "claims": self.claims}
         parked = _PARKED if on_dead == "park" else "false"
+        self.wakeup = Wakeup(self.table)
         self._dead_letters = DeadLetters(self.table)
         self._emit = Statement(_EMIT, tables, _EVENT)
         self._emit_many = Statement(_EMIT_MANY, tables, _EVENTS)
@@ -102,9 +104,11 @@ class Outbox:
         row = self._row(event, "")
         event_id: UUID = row["id"]
         connection = await join(session, self.table)
-        if dedup_key is not None:
-            return (await self._emit_deduplicated(connection, [row]))[0]
-        await connection.execute(self._emit, row)
+        if dedup_key is None:
+            await connection.execute(self._emit, row)
+        else:
+            [event_id] = await self._emit_deduplicated(connection, [row])
+        await self.wakeup.announce(session, connection)
         return event_id
 
     async def emit_many(self, session: Caller, events: Iterable[NewEvent]) -> list[UUID]:
@@ -119,9 +123,12 @@ class Outbox:
         connection = await join(session, self.table)
         if all(row["dedup_key"] is None for row in rows):
             await connection.execute(self._emit_many, _columns(rows, _EVENTS))
-            return [row["id"] for row in rows]
-        async with connection.begin_nested():
-            return await self._emit_deduplicated(connection, rows)
+            ids: list[UUID] = [row["id"] for row in rows]
+        else:
+            async with connection.begin_nested():
+                ids = await self._emit_deduplicated(connection, rows)
+        await self.wakeup.announce(session, connection)
+        return ids
 
     async def cancel(self, session: Caller, event_id: UUID) -> bool:
         """Take an event back in the caller's transaction. True: once that commits, no relay sends it.

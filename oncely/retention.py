@@ -1,19 +1,29 @@
-"""Delete finished rows in bounded batches.
+"""Retention: finished rows are deleted in bounded batches.
 
-What is finished, each room says in its own statement. Here is what they have in common: how a
-cutoff is given, and that no statement deletes more than a batch.
+What is finished, each room says in its own `prune`: published events, keys past their time, handled
+messages. Here is what they have in common: how a cutoff is given, that no statement deletes more than
+a batch, and the service that prunes them all for ever, each batch in a short transaction of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Protocol
 
-from sqlalchemy import DateTime, Interval
+from sqlalchemy import DateTime, Interval, Table
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.types import TypeEngine
 
-__all__ = ["CUTOFF", "cutoff_parameters", "delete_in_batches"]
+from oncely.backoff import Backoff
+from oncely.loop import run_loop
+from oncely.transaction import Sessionmaker, is_unavailable
+
+__all__ = ["CUTOFF", "Prunable", "Retention", "cutoff_parameters", "delete_in_batches"]
+
+_log = logging.getLogger(__name__)
 
 BATCH = 1_000
 """The most rows that one statement deletes."""
@@ -23,6 +33,73 @@ CUTOFF: dict[str, TypeEngine[Any] | type[TypeEngine[Any]]] = {
     "age": Interval,
 }
 """The parameters of a statement that says `coalesce(:cutoff, statement_timestamp() - :age)`."""
+
+
+class Prunable(Protocol):
+    """What can be pruned: an Outbox, IdempotencyKeys, an Inbox."""
+
+    @property
+    def table(self) -> Table: ...
+
+    async def prune(self, session: AsyncSession, *, older_than: timedelta, limit: int) -> int:
+        """Delete up to `limit` finished rows that are older; how many it were."""
+        ...
+
+
+class Retention:
+    """Prunes each of `keep` of what is finished and older than its age, every `interval`.
+
+        Retention(sessions, {outbox: timedelta(days=7), keys: timedelta(days=1)})
+
+    Any number of them may run: they pass over each other's rows.
+    """
+
+    def __init__(
+        self,
+        sessionmaker: Sessionmaker,
+        keep: Mapping[Prunable, timedelta],
+        *,
+        interval: timedelta = timedelta(minutes=1),
+        batch: int = BATCH,
+        outage: Backoff = Backoff(),
+        grace: timedelta = timedelta(seconds=10),
+    ) -> None:
+        if interval <= timedelta(0) or batch < 1:
+            raise ValueError(f"interval ({interval}) and batch ({batch}) must be positive")
+        for prunable, age in keep.items():
+            if age < timedelta(0):
+                raise ValueError(f"the age for {prunable.table.name} is below zero: {age}")
+        self.sessionmaker = sessionmaker
+        self.keep = dict(keep)
+        self.interval = interval
+        self.batch = batch
+        self.outage = outage
+        self.grace = grace
+
+    async def run(self, stop: asyncio.Event | None = None) -> None:
+        """Work until `stop` is set or the task is cancelled; a database that is away is waited for."""
+
+        async def tick() -> bool:
+            return any(deleted == self.batch for deleted in (await self.run_once()).values())
+
+        await run_loop(
+            tick,
+            stop=stop,
+            idle=lambda: asyncio.sleep(self.interval.total_seconds()),
+            grace=self.grace,
+            backoff=self.outage,
+            is_outage=is_unavailable,
+            on_outage=lambda error, delay: _log.warning("database down, next try in %s: %r", delay, error),
+        )
+
+    async def run_once(self) -> dict[str, int]:
+        """One batch of each, in a transaction of its own; how many rows went, by table name."""
+        deleted = {}
+        for prunable, age in self.keep.items():
+            async with self.sessionmaker() as session, session.begin():
+                count = await prunable.prune(session, older_than=age, limit=self.batch)
+            deleted[prunable.table.name] = count
+        return deleted
 
 
 def cutoff_parameters(older_than: timedelta | datetime) -> dict[str, Any]:

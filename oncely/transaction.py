@@ -11,6 +11,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeAlias
 
 from sqlalchemy import Connection, Table
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 
 from oncely.errors import NoTransaction
@@ -21,6 +23,7 @@ __all__ = [
     "alone",
     "begin",
     "is_retryable",
+    "is_unavailable",
     "join",
     "require_transaction",
     "sqlstates",
@@ -95,6 +98,22 @@ def is_retryable(error: BaseException) -> bool:
     return not _ENDED_FOR_OTHERS.isdisjoint(sqlstates(error))
 
 
+def is_unavailable(error: BaseException) -> bool:
+    """Whether the database could not be reached or ended the connection: nothing is wrong with the work.
+
+    True for a connection that was refused, lost or ended by an operator, for a server that starts or
+    stops or has no connection left, and for a pool that gave none in time.
+    """
+    if isinstance(error, (OSError, PoolTimeout)) or (
+        isinstance(error, DBAPIError) and error.connection_invalidated
+    ):
+        return True
+    if any(code[:2] == "08" or code in _NOT_THERE for code in sqlstates(error)):
+        return True
+    # Without a code, the driver itself speaks: a connection that it found closed.
+    return isinstance(error, (InterfaceError, OperationalError)) and not sqlstates(error)
+
+
 def sqlstates(error: BaseException) -> list[str]:
     """PostgreSQL's codes for this error and its causes, the error's own first."""
     found: list[str] = []
@@ -113,3 +132,5 @@ def sqlstates(error: BaseException) -> list[str]:
 
 
 _ENDED_FOR_OTHERS = frozenset({"40001", "40P01"})
+# Ended by an operator, a crash or a timeout while idle; starting or stopping; no connection left.
+_NOT_THERE = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "53300"})
