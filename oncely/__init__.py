@@ -15,7 +15,9 @@ from oncely.errors import (
     InvalidKey,
     KeyInFlight,
     KeyInUse,
+    KeyLost,
     KeyReused,
+    KeyUnanswered,
     NoTransaction,
     OncelyError,
     PublisherUnavailable,
@@ -25,9 +27,11 @@ from oncely.errors import (
     TableNameTaken,
 )
 from oncely.event import Event, NewEvent
+from oncely.idempotency import Answer, IdempotencyKeys, Outcome, fingerprint, is_retryable, is_valid_key
 from oncely.outbox import Outbox
 
 __all__ = [  # noqa: RUF022  in the order of `sorted`
+    "Answer",
     "CancelUnsafe",
     "ClaimLost",
     "DedupKeyReused",
@@ -37,18 +41,25 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`
     "EffectUnknown",
     "Effects",
     "Event",
+    "IdempotencyKeys",
     "InvalidKey",
     "KeyInFlight",
     "KeyInUse",
+    "KeyLost",
     "KeyReused",
+    "KeyUnanswered",
     "NOT_HAPPENED",
     "NewEvent",
     "NoTransaction",
     "OncelyError",
     "Outbox",
+    "Outcome",
     "PublishFailed",
     "PublisherUnavailable",
     "Refused",
     "Reject",
     "TableNameTaken",
+    "fingerprint",
+    "is_retryable",
+    "is_valid_key",
 ]

@@ -1,0 +1,258 @@
+"""Idempotency keys: a request that arrives twice does its work once, and both get the same answer.
+
+The key's row, the work's writes and the stored answer are in the caller's transaction: they commit
+together or not at all, so a crash at any point leaves the key free. PostgreSQL alone decides who
+works on a key: whoever gets the key's advisory transaction lock and then writes its row.
+
+    free ──claim──▶ held ──settle──▶ answered ──expires · prune · forget──▶ free
+                      └──abandon · rollback · crash──▶ free
+
+`run` stands on `claim` and on the `Claim` it returns. Both are public, for a web framework that
+renders the response between the two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import re
+import time
+from collections.abc import Awaitable, Callable
+from datetime import datetime, timedelta
+from typing import TypeAlias
+
+from sqlalchemy import Integer, MetaData, Table, Text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+
+from oncely.answer import Answer, Body, Outcome, read_answer
+from oncely.claim import NAME, Claim, check_ttl
+from oncely.errors import InvalidKey, KeyInFlight, Refused
+from oncely.event import check_key
+from oncely.gate import Gate, Miss, Request, fingerprint
+from oncely.retention import CUTOFF, cutoff_parameters, delete_in_batches
+from oncely.statement import Statement
+from oncely.tables import idempotency_table
+from oncely.transaction import Caller, is_retryable, join
+
+__all__ = [
+    "Answer",
+    "Claim",
+    "IdempotencyKeys",
+    "Outcome",
+    "Work",
+    "fingerprint",
+    "is_retryable",
+    "is_valid_key",
+]
+
+Work: TypeAlias = Callable[[], Awaitable[Answer | tuple[int, Body]]]
+"""What a key guards: an async callable without arguments that returns `(status, body)` or an Answer."""
+
+
+class IdempotencyKeys:
+    """The keys of one application: a table on its MetaData, and what is done with it.
+
+    `session` is everywhere an AsyncSession, an async_scoped_session or an AsyncConnection, whose
+    transaction the caller owns: nothing here commits it or rolls it back.
+    """
+
+    table: Table
+
+    def __init__(
+        self, metadata: MetaData, table_name: str = "idempotency_keys", schema: str | None = None
+    ) -> None:
+        self.table = idempotency_table(metadata, table_name, schema)
+        tables = {"keys": self.table}
+        self._gate = Gate(self.table)
+        self._get = Statement(_GET, tables, {**NAME})
+        self._forget_key = Statement(_FORGET + " AND key = :key", tables, {**NAME})
+        self._forget_scope = Statement(_FORGET, tables, {"scope": Text})
+        self._prune = Statement(_PRUNE, tables, {**CUTOFF, "limit": Integer})
+
+    async def run(
+        self,
+        session: Caller,
+        *,
+        scope: str,
+        key: str,
+        fingerprint: bytes,
+        work: Work,
+        wait: timedelta | None = None,
+        ttl: timedelta | None = None,
+    ) -> Outcome:
+        """The answer of this key: the stored one, or, if the key is free, that of `work`.
+
+        `scope` says whose key it is, `fingerprint` what was asked. While another transaction works
+        on the key, this waits for it: without end, for `wait` at most, or not at all with
+        timedelta(0). The answer is kept for `ttl`, or until it is pruned. Pending objects of the
+        session are flushed first.
+
+        The work runs in a savepoint. When it raises Refused, its writes are undone and the refusal
+        is stored as the answer. When it raises anything else, its writes are undone, nothing is
+        stored, and the error goes on; the key is free when the transaction ends. The work must not
+        end the transaction: KeyLost.
+
+        Raises, before any SQL: InvalidKey for a scope or key that cannot be stored, TypeError and
+        ValueError for other arguments, NoTransaction in autocommit. Raises KeyReused for another
+        fingerprint than the stored one, KeyInFlight when the wait has ended (the transaction is
+        still usable), KeyInUse inside the key's own work, KeyUnanswered for a key that was committed
+        without an answer. Serialization failures and deadlocks pass through: see `is_retryable`.
+        """
+        check_ttl(ttl)
+        if not callable(work):
+            raise TypeError(f"work must be an async callable, not {type(work).__name__}")
+        held = await self.claim(session, scope=scope, key=key, fingerprint=fingerprint, wait=wait)
+        if isinstance(held, Outcome):
+            return held
+        try:
+            try:
+                answer = await _answer(work)
+            except Refused as refusal:
+                answer = Answer(refusal.status, refusal.body, refusal.headers)
+                await held.undo()
+            return await held.settle(answer, ttl=ttl)
+        except (Exception, asyncio.CancelledError) as error:
+            await held.abandon(error)
+            raise
+
+    async def claim(
+        self, session: Caller, *, scope: str, key: str, fingerprint: bytes, wait: timedelta | None = None
+    ) -> Outcome | Claim:
+        """The stored answer of this key, or the claim on it: then the caller does the work.
+
+        The first half of `run`, with its arguments and errors. A claim must be settled or abandoned
+        before the transaction is committed.
+        """
+        check_key(scope, "scope")
+        check_key(key, "key")
+        if not key:
+            raise InvalidKey("key is empty")
+        if not isinstance(fingerprint, bytes):
+            raise TypeError(f"fingerprint must be bytes, not {type(fingerprint).__name__}")
+        deadline = math.inf if wait is None else time.monotonic() + _seconds(wait)
+        caller = _caller(session)
+        request = Request(caller, scope, key, fingerprint)
+        held = await caller.run_sync(self._gate.enter, request)
+        if held is Miss.STALE:
+            held = await caller.run_sync(self._gate.enter, request)
+        pause = _PAUSE
+        while isinstance(held, Miss):
+            left = deadline - time.monotonic()
+            if held is Miss.TIMEOUT or left <= 0:
+                raise KeyInFlight(scope, key, max(_RETRY_AFTER, wait or _RETRY_AFTER))
+            if held is Miss.BUSY:
+                held = await caller.run_sync(self._gate.enter_in_turn, request, left)
+            else:
+                await asyncio.sleep(min(pause, left))
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                held = await caller.run_sync(self._gate.enter, request)
+        return held
+
+    async def get(self, session: Caller, *, scope: str, key: str) -> Outcome | None:
+        """The stored answer of this key; None when it has none, or none any more."""
+        check_key(scope, "scope")
+        check_key(key, "key")
+        connection = await join(session, self.table)
+        row = (await connection.execute(self._get, {"scope": scope, "key": key})).first()
+        return None if row is None else read_answer(*row)
+
+    async def forget(self, session: Caller, *, scope: str, key: str | None = None) -> int:
+        """Make this key free, or all of the scope, once the caller commits; how many it were.
+
+        Waits for transactions that change one of them. A key whose work runs in this very
+        transaction stays.
+        """
+        check_key(scope, "scope")
+        connection = await join(session, self.table)
+        if key is None:
+            return (await connection.execute(self._forget_scope, {"scope": scope})).rowcount
+        check_key(key, "key")
+        return (await connection.execute(self._forget_key, {"scope": scope, "key": key})).rowcount
+
+    async def prune(
+        self, session: Caller, *, older_than: timedelta | datetime, limit: int | None = None
+    ) -> int:
+        """Delete keys that have expired, and those without a ttl made before `older_than`; how many it were.
+
+        `older_than` is an age or an aware time. In batches of 1,000, skipping keys that somebody has
+        locked, up to `limit`.
+        """
+        cutoff = cutoff_parameters(older_than)
+        connection = await join(session, self.table)
+
+        async def delete(size: int) -> int:
+            return (await connection.execute(self._prune, {**cutoff, "limit": size})).rowcount
+
+        return await delete_in_batches(delete, limit)
+
+
+def is_valid_key(key: object) -> bool:
+    """Whether a client may send this as a key: 8 to 255 printable ASCII characters without spaces.
+
+    Stricter than what can be stored: see InvalidKey.
+    """
+    return isinstance(key, str) and _CLIENT_KEY.fullmatch(key) is not None
+
+
+def _caller(session: Caller) -> AsyncSession | AsyncConnection:
+    caller = session() if isinstance(session, async_scoped_session) else session
+    if not isinstance(caller, (AsyncSession, AsyncConnection)):
+        raise TypeError(
+            "session must be an AsyncSession, an async_scoped_session or an AsyncConnection, "
+            f"not {type(caller).__name__}"
+        )
+    return caller
+
+
+def _seconds(wait: timedelta) -> float:
+    if not isinstance(wait, timedelta):
+        raise TypeError(f"wait must be a timedelta or None, not {type(wait).__name__}")
+    if wait < timedelta(0):
+        raise ValueError(f"wait is below zero: {wait}")
+    return wait.total_seconds()
+
+
+async def _answer(work: Work) -> Answer:
+    working = work()
+    if not inspect.isawaitable(working):
+        raise TypeError(f"work must be an async callable; it returned {type(working).__name__} at once")
+    given: object = await working
+    if isinstance(given, Answer):
+        return given
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise TypeError(f"work must return (status, body) or an Answer, not {type(given).__name__}")
+    return Answer(*given)
+
+
+_CLIENT_KEY = re.compile(r"[\x21-\x7e]{8,255}")
+_PAUSE = 0.005  # seconds
+_LONGEST_PAUSE = 0.1
+_RETRY_AFTER = timedelta(seconds=1)
+
+_GET = """
+SELECT response_code, CAST(response_headers AS text), response_body, response_bytes
+FROM {keys}
+WHERE scope = :scope AND key = :key AND response_code IS NOT NULL
+  AND (expires_at IS NULL OR expires_at > statement_timestamp())
+"""
+
+_FORGET = """
+DELETE FROM {keys} WHERE scope = :scope AND NOT (response_code IS NULL AND created_at = now())
+"""
+
+_PRUNE = """
+WITH expired AS MATERIALIZED (
+    SELECT ctid AS place FROM {keys}
+    WHERE expires_at <= statement_timestamp()
+    ORDER BY expires_at LIMIT :limit
+    FOR UPDATE SKIP LOCKED
+), old AS MATERIALIZED (
+    SELECT ctid AS place FROM {keys}
+    WHERE expires_at IS NULL AND created_at < coalesce(:cutoff, statement_timestamp() - :age)
+    ORDER BY created_at LIMIT :limit - (SELECT count(*) FROM expired)
+    FOR UPDATE SKIP LOCKED
+)
+DELETE FROM {keys}
+WHERE ctid = ANY (ARRAY(SELECT place FROM expired UNION ALL SELECT place FROM old))
+"""
