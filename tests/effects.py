@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import MetaData, func, update
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely.effects import NOT_HAPPENED, EffectRecord, Effects
 
-__all__ = ["HOUR", "Provider", "eventually", "make_effects", "pass_time", "record_of"]
+__all__ = ["HOUR", "Provider", "make_effects", "pass_time", "record_of"]
 
 HOUR = timedelta(hours=1)
-
-_T = TypeVar("_T")
 
 
 async def make_effects(
@@ -50,15 +45,6 @@ async def record_of(effects: Effects, key: str) -> EffectRecord:
     record = await effects.get(key)
     assert record is not None
     return record
-
-
-async def eventually(look: Callable[[], Awaitable[_T | None]], *, seconds: float = 10) -> _T:
-    """What `look` returns once it is not None; it is asked again and again."""
-    deadline = time.monotonic() + seconds
-    while (found := await look()) is None:
-        assert time.monotonic() < deadline, "it did not come about"
-        await asyncio.sleep(0.005)
-    return found
 
 
 class Provider:
