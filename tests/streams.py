@@ -18,7 +18,7 @@ from oncely.event import Event, uuid7
 from oncely.streams import StreamConsumer
 from oncely.testing.server import EmbeddedServer
 
-__all__ = ["EmbeddedRedis", "Recorder", "deliver", "entries", "events", "ids", "pending", "until"]
+__all__ = ["EmbeddedRedis", "Recorder", "deliver", "entries", "events", "flat", "ids", "pending", "until"]
 
 
 def events(*payloads: object, topic: str = "order.paid", key: str | None = None) -> list[Event]:
@@ -60,7 +60,12 @@ async def entries(redis: Redis, stream: str) -> list[dict[bytes, bytes]]:
     return [fields for _, fields in found]
 
 
-async def ids(redis: Redis, stream: str) -> list[bytes]:
+def flat(fields: dict[bytes, bytes]) -> list[bytes]:
+    """Fields as they are on the wire: names and values in turn."""
+    return [word for pair in fields.items() for word in pair]
+
+
+async def ids(redis: Redis, stream: str) -> list[Any]:
     """The id of every entry in the stream."""
     found: Any = await redis.xrange(stream)
     return [entry_id for entry_id, _ in found]

@@ -2,7 +2,22 @@
 
 from oncely.event import Handler
 from oncely.streams.consumer import StreamConsumer
+from oncely.streams.deadletters import DeadLetter, DeadLetters
 from oncely.streams.handling import Around, OnResult, Result
+from oncely.streams.lag import GroupLag
 from oncely.streams.publisher import stream_publisher
+from oncely.streams.trimming import Lost, Trimmed
 
-__all__ = ["Around", "Handler", "OnResult", "Result", "StreamConsumer", "stream_publisher"]
+__all__ = [
+    "Around",
+    "DeadLetter",
+    "DeadLetters",
+    "GroupLag",
+    "Handler",
+    "Lost",
+    "OnResult",
+    "Result",
+    "StreamConsumer",
+    "Trimmed",
+    "stream_publisher",
+]

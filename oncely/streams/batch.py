@@ -7,9 +7,10 @@ The tasks come one by one: each task that begins a lane makes the next, up to `c
 lanes are left. So handlers that never wait cost two tasks a batch, not one an entry. A handler that
 changed context variables ends its task, so that no other handler sees them.
 
-Meanwhile the batch acknowledges what is done, several at a time, and renews what is not, so that
-nobody takes it over. A batch that is cancelled, or told to stop, gives back what has not ended with
-the count it had before. What it cannot tell Redis because Redis is away it raises at its end.
+Meanwhile the batch acknowledges what is done, several at a time, renews what is not, so that nobody
+takes it over, and asks for more when a slow handler would keep the other places empty. A batch that
+is cancelled, or told to stop, gives back what has not ended with the count it had before. What it
+cannot tell Redis because Redis is away it raises at its end.
 """
 
 from __future__ import annotations
@@ -18,70 +19,101 @@ import asyncio
 import contextvars
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from time import monotonic
 
 from oncely.streams.desk import Desk
 from oncely.streams.entry import Entry
 from oncely.streams.faults import BROKER_ERRORS, is_outage
 
-__all__ = ["Batch"]
+__all__ = ["Batch", "Lane", "lanes_of"]
 
-_FLUSH = 0.05  # seconds that an acknowledgement may wait for others
+Lane = list[Entry]
+_PAUSE = 0.05  # seconds that an acknowledgement may wait for others, and between two looks for more
 
 logger = logging.getLogger("oncely.streams")
 
 
+def lanes_of(entries: Iterable[Entry]) -> list[Lane]:
+    """One lane for each key, in the order given, and one for each entry that has none."""
+    lanes: list[Lane] = []
+    by_key: dict[str, Lane] = {}
+    for entry in entries:
+        key = entry.event.key
+        if key is None:
+            lanes.append([entry])
+        elif key in by_key:
+            by_key[key].append(entry)
+        else:
+            by_key[key] = lane = [entry]
+            lanes.append(lane)
+    return lanes
+
+
 class Batch:
-    """`renew_every` is in seconds; `stopping` is asked before each entry."""
+    """`renew_every` is in seconds; `stopping` is asked before each entry.
+
+    `more` is awaited when places are empty and all lanes are begun; it returns further lanes, or
+    None when there will be none. Entries of keys that are still running line up behind those.
+    """
 
     def __init__(
         self,
         desk: Desk,
-        lanes: Iterable[list[Entry]],
+        lanes: Iterable[Lane],
         *,
         concurrency: int,
         renew_every: float,
         stopping: Callable[[], bool],
+        more: Callable[[], Awaitable[list[Lane] | None]] | None = None,
     ) -> None:
         self._desk = desk
-        self._lanes = deque(lanes)
-        self._entries = [entry for lane in self._lanes for entry in lane]
         self._concurrency = concurrency
         self._renew_every = renew_every
         self._renew_at = monotonic() + renew_every
         self._stopping = stopping
+        self._more = more
+        self._more_at = 0.0
+        self._lanes: deque[Lane] = deque()
+        self._open_lanes: dict[str, Lane] = {}
+        self._entries: list[Entry] = []
         self._context = contextvars.copy_context()
         self._tasks: set[asyncio.Task[None]] = set()
         self._bug: BaseException | None = None
         self._outage: Exception | None = None
+        self._add_lanes(lanes)
 
     async def run(self) -> None:
         """Returns when all has ended or was given back."""
         if not self._lanes:
             return
         self._add_task()
-        pause = min(_FLUSH, self._renew_every)
+        pause = min(_PAUSE, self._renew_every)
         try:
             while self._tasks:
-                await asyncio.wait(self._tasks, timeout=pause)
+                await asyncio.wait(self._tasks, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
                 if self._tasks:
                     await self._look_after()
             if self._bug is not None:
                 raise self._bug
         except BaseException:
-            for task in self._tasks:
-                task.cancel()
-            while self._tasks:
-                await asyncio.wait(self._tasks)
-            try:
-                await self._put_away()
-            except BROKER_ERRORS:
-                logger.exception("could not give back what was not handled; it is taken over later")
+            await self._break_off()
             raise
         await self._put_away()
         if self._outage is not None:
             raise self._outage
+
+    def _add_lanes(self, lanes: Iterable[Lane]) -> None:
+        for lane in lanes:
+            self._entries += lane
+            key = lane[0].event.key
+            if key is not None:
+                running = self._open_lanes.get(key)
+                if running is not None:
+                    running += lane
+                    continue
+                self._open_lanes[key] = lane
+            self._lanes.append(lane)
 
     def _add_task(self) -> None:
         task = asyncio.create_task(self._work(), context=self._context.copy())
@@ -107,9 +139,9 @@ class Batch:
                     self._add_task()
                 return
 
-    async def _run_lane(self, lane: list[Entry]) -> None:
-        desk = self._desk
-        for place, entry in enumerate(lane):
+    async def _run_lane(self, lane: Lane) -> None:
+        desk, key = self._desk, lane[0].event.key
+        for place, entry in enumerate(lane):  # the lane may grow meanwhile
             if place and self._stopping():
                 return
             try:
@@ -123,6 +155,7 @@ class Batch:
                 entry.open = False
                 self._hold(lane, place)
                 return
+            entry.begun = True
             begun = monotonic()
             failure: BaseException
             try:
@@ -136,34 +169,74 @@ class Batch:
                 failure = error
             else:
                 desk.ok(entry, monotonic() - begun)
-                if place + 1 < len(lane) and self._is_soiled():
+                if key is not None and place + 1 < len(lane) and self._is_soiled():
                     self._lanes.appendleft(lane[place + 1 :])
+                    self._open_lanes[key] = self._lanes[0]
                     return
                 continue
             if not await desk.failed(entry, failure, monotonic() - begun):
                 self._hold(lane, place)
                 return
+        if key is not None:
+            self._open_lanes.pop(key, None)
 
     def _is_soiled(self) -> bool:
         """Whether a handler has left context variables behind in this task."""
         return contextvars.copy_context() != self._context
 
-    def _hold(self, lane: list[Entry], place: int) -> None:
+    def _hold(self, lane: Lane, place: int) -> None:
         key = lane[place].event.key
         if key is not None:
+            self._open_lanes.pop(key, None)
             self._desk.held.hold(key, lane[place].id, lane[place + 1 :])
 
     async def _look_after(self) -> None:
-        """Acknowledges and renews; an outage must not end handlers that run."""
+        """Acknowledges, renews, asks for more; an outage must not end handlers that run."""
         try:
             await self._desk.flush()
-            if monotonic() >= self._renew_at:
-                self._renew_at = monotonic() + self._renew_every
+            now = monotonic()
+            if now >= self._renew_at:
+                self._renew_at = now + self._renew_every
+                self._entries = [entry for entry in self._entries if entry.open]
                 await self._desk.renew(self._entries)
+            if not self._lanes and now >= self._more_at and self._has_room():
+                await self._ask_for_more(now)
         except BROKER_ERRORS as error:
             if not is_outage(error):
                 raise
             self._outage = error
+
+    def _has_room(self) -> bool:
+        return (
+            self._more is not None
+            and len(self._tasks) < self._concurrency
+            and self._outage is None
+            and not self._stopping()
+        )
+
+    async def _ask_for_more(self, now: float) -> None:
+        assert self._more is not None  # noqa: S101  _has_room was asked
+        lanes = await self._more()
+        if lanes is None:
+            self._more = None
+        elif lanes:
+            self._add_lanes(lanes)
+            if self._lanes:
+                self._add_task()
+        else:
+            self._more_at = now + _PAUSE
+
+    async def _break_off(self) -> None:
+        """Cancels the handlers and gives everything back, what was not begun before all else."""
+        for task in self._tasks:
+            task.cancel()
+        try:
+            await self._desk.release(entry for entry in self._entries if entry.open and not entry.begun)
+            while self._tasks:
+                await asyncio.wait(self._tasks)
+            await self._put_away()
+        except BROKER_ERRORS:
+            logger.exception("could not give back what was not handled; it will be taken over")
 
     async def _put_away(self) -> None:
         await self._desk.flush()

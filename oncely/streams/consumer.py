@@ -18,27 +18,35 @@ promise: Redis hands entries to whoever asks.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from time import monotonic
-from typing import Any, overload
+from typing import overload
 from uuid import uuid4
 
+from oncely.backoff import Backoff
 from oncely.event import Handler
-from oncely.streams.batch import Batch
+from oncely.loop import run_loop
+from oncely.streams.deadletters import DeadLetters
 from oncely.streams.desk import Desk
-from oncely.streams.entry import Entry
-from oncely.streams.group import Group, Took
+from oncely.streams.faults import BROKER_ERRORS, is_outage
+from oncely.streams.group import Group
 from oncely.streams.handling import Around, Handling, OnResult
-from oncely.streams.reader import Reader
+from oncely.streams.lag import GroupLag, lag
 from oncely.streams.scripts import Client
-from oncely.streams.wire import RawEntry
+from oncely.streams.trimming import Trimmed, trim
+from oncely.streams.worker import Worker
 
 __all__ = ["StreamConsumer"]
 
-_MOST_HELD = 10_000  # entries behind failed ones; with so many, nothing new is read
+_OUTAGE = Backoff(first=timedelta(milliseconds=100), maximum=timedelta(seconds=10))
+_WAIT = 1.0  # seconds that a turn waits for new entries
+_LULL = 0.01  # seconds
+
+logger = logging.getLogger("oncely.streams")
 
 
 class StreamConsumer:
@@ -99,7 +107,13 @@ class StreamConsumer:
         due = _due_times(retry_after_ms, max_attempts, backoff_factor, backoff_maximum)
         self._group = Group(redis, stream, group, self.consumer, self.dead_letter_stream, due)
         self._desk = Desk(self._group, self._handling, max_attempts)
-        self._reader = Reader(self._group)
+        self._worker = Worker(
+            self._desk,
+            retry_after=retry_after_ms / 1000,
+            concurrency=lambda: self.concurrency,
+            stopping=lambda: self._stop is not None and self._stop.is_set(),
+        )
+        self._stop: asyncio.Event | None = None
         self._turn = asyncio.Lock()
 
     @overload
@@ -131,113 +145,89 @@ class StreamConsumer:
             raise ValueError(f"count must be 1 or more, not {count}")
         until = monotonic() + (block_ms or 0) / 1000
         async with self._turn:
+            before = self._desk.settled
             try:
-                while True:
-                    settled, found = await self._tick(count, until)
-                    if found or monotonic() >= until:
-                        return settled
+                while not await self._worker.turn(count, until=until) and monotonic() < until:
+                    pass
             finally:
-                await self._reader.close()
+                await self._worker.close()
+            return self._desk.settled - before
 
-    async def _tick(self, count: int, until: float) -> tuple[int, bool]:
-        """One pass: how many entries were settled, and whether any was found."""
-        desk = self._desk
-        before = desk.settled
-        await desk.flush()
-        await desk.check_heads()
-        took = await self._unbroken(self._group.take(count, new=self._room(count)))
-        found = bool(took.over)
-        if took.over:
-            await self._run_again(await desk.open_taken(took.over))
-            await desk.check_heads()
-            left = count - len(took.over)
-            if left and not self._stopping():
-                took = await self._unbroken(self._group.take(1, over=False, new=self._room(left)))
-        elif not took.new and not desk.held.ready and not self._stopping():
-            seconds = until - monotonic()
-            if seconds > 0 and self._room(count):
-                took = await self._unbroken(self._wait(count, seconds))
-        lanes = desk.held.pop_ready()
-        lanes += self._lanes(await self._open_new(took.new))
-        await self._run(lanes, self.concurrency)
-        return desk.settled - before, found or bool(took.new or lanes)
+    async def run(
+        self,
+        stop: asyncio.Event | None = None,
+        *,
+        count: int = 50,
+        grace: timedelta = timedelta(seconds=10),
+        backoff: Backoff = _OUTAGE,
+    ) -> None:
+        """Handle events until `stop` is set or the task is cancelled.
 
-    async def _run_again(self, entries: list[Entry]) -> None:
-        """Runs what was delivered before, one at a time.
-
-        Whichever of them ends the process, it ends alone: no neighbour is charged with an attempt.
-        Those delivered least often go first, so that it does not keep the others waiting either.
-        What was given back without an attempt is as good as new.
+        Reads up to `count` entries at a time: what a worker has read waits there, so with slow
+        handlers and several workers choose it near `concurrency`. Once stopped it reads nothing
+        more, gives running handlers `grace` to end, cancels the rest, and gives back what was not
+        handled: due at once for any worker, with no attempt counted. While Redis is away it tries
+        again by `backoff`; other errors of Redis end it.
         """
-        lanes = sorted(self._lanes(entries), key=lambda lane: lane[0].attempt)
-        new = [lane for lane in lanes if all(entry.counted for entry in lane)]
-        tried = [lane for lane in lanes if not all(entry.counted for entry in lane)]
+        if count < 1:
+            raise ValueError(f"count must be 1 or more, not {count}")
+        if self._stop is not None:
+            raise RuntimeError("this consumer runs already; make one consumer for each loop")
+        self._stop = stop if stop is not None else asyncio.Event()
+
+        async def tick() -> bool:
+            begun = monotonic()
+            async with self._turn:
+                found = await self._worker.turn(count, until=begun + _WAIT, running=True)
+            return found or monotonic() > begun + _LULL
+
+        async def lull() -> None:
+            await asyncio.sleep(_LULL)  # nothing to do and nothing to wait on
+
         try:
-            await self._run(new, self.concurrency)
-        except asyncio.CancelledError:
-            await self._desk.release(entry for lane in tried for entry in lane)
-            raise
-        await self._run(tried, 1)
+            await run_loop(
+                tick,
+                stop=self._stop,
+                idle=lull,
+                grace=grace,
+                backoff=backoff,
+                is_outage=is_outage,
+                on_outage=_log_outage,
+            )
+        finally:
+            await self._leave(grace)
+            self._stop = None
 
-    async def _wait(self, count: int, seconds: float) -> Took:
-        return Took([], await self._reader.read(count, seconds))
+    async def trim(self, *, keep: int = 100_000, force: bool = False) -> Trimmed:
+        """Remove the oldest entries of the stream until `keep` are left, and none that is needed.
 
-    async def _open_new(self, raw: list[RawEntry]) -> list[Entry]:
-        try:
-            return await self._desk.open_new(raw)
-        except asyncio.CancelledError:
-            await self._group.release([(entry.id, 0) for entry in raw])
-            raise
-
-    async def _unbroken(self, taking: Coroutine[Any, Any, Took]) -> Took:
-        """What was taken. It is not broken off: entries taken in that moment would be nobody's.
-
-        Who cancels waits for its end, and what was taken is given back.
+        Needed is what any group has not read, or read and not acknowledged. `force=True` removes
+        that too; the result says how much of it, and whose it was.
         """
-        task = asyncio.ensure_future(taking)
+        await self._group.make()
+        return await trim(self._group.redis, self.stream, keep=keep, force=force)
+
+    async def lag(self) -> dict[str, GroupLag]:
+        """How far behind each group of the stream is, by the group's name."""
+        return await lag(self._group.redis, self.stream)
+
+    @property
+    def dead_letters(self) -> DeadLetters:
+        """To list, show, replay and discard what no retry could mend."""
+        return DeadLetters(self._group.redis, stream=self.stream, dead_letter_stream=self.dead_letter_stream)
+
+    async def _leave(self, patience: timedelta) -> None:
         try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await asyncio.wait({task})
-            if not task.cancelled() and task.exception() is None:
-                took = task.result()
-                back = [(entry.id, entry.deliveries) for entry in took.over]
-                await self._group.release(back + [(entry.id, 0) for entry in took.new])
-            raise
+            async with asyncio.timeout(patience.total_seconds()):
+                await self._worker.leave()
+        except (*BROKER_ERRORS, TimeoutError):
+            logger.exception("left without giving everything back; it will be taken over")
+        finally:
+            await self._worker.close()
 
-    def _lanes(self, entries: Iterable[Entry]) -> list[list[Entry]]:
-        """One lane for each key, in stream order, and one for each entry that has none."""
-        lanes: list[list[Entry]] = []
-        by_key: dict[str, list[Entry]] = {}
-        held = self._desk.held
-        for entry in entries:
-            key = entry.event.key
-            if key is None:
-                lanes.append([entry])
-            elif held and held.keeps(entry):
-                continue
-            elif key in by_key:
-                by_key[key].append(entry)
-            else:
-                by_key[key] = lane = [entry]
-                lanes.append(lane)
-        return lanes
 
-    async def _run(self, lanes: list[list[Entry]], concurrency: int) -> None:
-        batch = Batch(
-            self._desk,
-            lanes,
-            concurrency=concurrency,
-            renew_every=self.retry_after_ms / 3000,
-            stopping=self._stopping,
-        )
-        await batch.run()
-
-    def _room(self, count: int) -> int:
-        return count if self._desk.held.waiting < _MOST_HELD else 0
-
-    def _stopping(self) -> bool:
-        return False
+def _log_outage(error: Exception, delay: timedelta) -> None:
+    logger.warning("Redis is away (%s); trying again in %.1f s", error, delay.total_seconds())
 
 
 def _own_name() -> str:

@@ -103,7 +103,8 @@ class Desk:
         """Acknowledges what was handled. Raises what Redis raises, and keeps it then."""
         while self._done:
             done = self._done[:]
-            self.settled += await self.group.acknowledge([entry_id for entry_id, _, _ in done])
+            await self.group.acknowledge([entry_id for entry_id, _, _ in done])
+            self.settled += len(done)
             del self._done[: len(done)]
             if self.handling.reports:
                 for _, event, seconds in done:

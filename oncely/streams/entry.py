@@ -12,11 +12,12 @@ class Entry:
     """`attempt` is the count that Redis has once this delivery is counted.
 
     `counted` tells whether it is: a new entry's delivery is counted by reading it, that of one
-    taken over is counted when its handler starts. `open` until it has ended or was given up.
+    taken over is counted when its handler starts. `begun` once its handler has started, `open`
+    until that has ended or the entry was given up.
     `stolen` when another worker was seen to have it, `trimmed` when it is no more in the stream.
     """
 
-    __slots__ = ("attempt", "counted", "event", "fields", "id", "open", "stolen", "trimmed")
+    __slots__ = ("attempt", "begun", "counted", "event", "fields", "id", "open", "stolen", "trimmed")
 
     def __init__(self, id: bytes, fields: Fields, event: Event, *, counted: bool) -> None:  # noqa: A002
         self.id = id
@@ -24,6 +25,7 @@ class Entry:
         self.event = event
         self.attempt = event.attempt
         self.counted = counted
+        self.begun = False
         self.open = True
         self.stolen = False
         self.trimmed = False

@@ -15,7 +15,19 @@ from typing import Any, NamedTuple
 from redis.exceptions import ResponseError
 
 from oncely.streams.faults import code_word, is_lost_group
-from oncely.streams.scripts import BEGIN, BURY, PENDING, RELEASE, RENEW, TAKE, Client, Script
+from oncely.streams.scripts import (
+    BEGIN,
+    BURY,
+    PENDING,
+    REAP,
+    RELEASE,
+    RENEW,
+    RETIRE,
+    TAKE,
+    Client,
+    Script,
+    execute,
+)
 from oncely.streams.wire import Fields, RawEntry
 
 __all__ = ["Begun", "Group", "Taken", "Took"]
@@ -61,7 +73,7 @@ class Group:
     _from: str = field(default="-", init=False)
     _own_from: str | None = field(default="-", init=False)
 
-    async def take(self, count: int, *, over: bool = True, new: int) -> Took:
+    async def take(self, count: int, *, over: bool, new: int) -> Took:
         """Up to `count` entries that are due again; when there are none, up to `new` new ones.
 
         A worker's first calls take over what is pending under its own name, however young: that
@@ -111,19 +123,24 @@ class Group:
         """Moves an entry to the dead letters; False when it was no longer this worker's."""
         return await self._call(BURY, self.consumer, entry_id, *fields) is not None
 
-    async def acknowledge(self, ids: Sequence[bytes]) -> int:
-        """How many of them were still pending; the others are settled already, which is as well."""
-        settled = 0
+    async def acknowledge(self, ids: Sequence[bytes]) -> None:
+        """They are done. Some may be so already, acknowledged by another worker: that is as well."""
         for at in range(0, len(ids), _CHUNK):
-            settled += await self.redis.execute_command(
-                "XACK", self.stream, self.name, *ids[at : at + _CHUNK]
-            )
-        return settled
+            await execute(self.redis, "XACK", self.stream, self.name, *ids[at : at + _CHUNK])
+
+    async def retire(self) -> None:
+        """Removes this worker's name, if nothing is pending under it."""
+        await RETIRE.run(self.redis, (self.stream,), (self.name, self.consumer))
+
+    async def reap(self, idle: int) -> list[bytes]:
+        """Removes the names of workers that have nothing and are silent for `idle` milliseconds."""
+        names: list[bytes] = await REAP.run(self.redis, (self.stream,), (self.name, self.consumer, idle))
+        return names
 
     async def make(self) -> None:
         """Makes the group, at the start of the stream. It may be there already."""
         try:
-            await self.redis.xgroup_create(self.stream, self.name, id="0", mkstream=True)
+            await execute(self.redis, "XGROUP CREATE", self.stream, self.name, "0", "MKSTREAM")
         except ResponseError as error:
             if code_word(str(error)) != "BUSYGROUP":
                 raise

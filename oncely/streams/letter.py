@@ -12,15 +12,27 @@ They are told from the entry's own fields by their place, the last five; names m
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from oncely.streams.wire import Fields
 
-__all__ = ["ADDED", "compose"]
+__all__ = ["Letter", "compose", "parse"]
 
-ADDED = (b"error", b"attempts", b"group", b"entry", b"dead_at")
+_ADDED = (b"error", b"attempts", b"group", b"entry", b"dead_at")
 
 _MOST_WORDS = 4000  # a script can pass on about twice as many
 _MOST_ERROR = 2000  # characters
+
+
+class Letter(NamedTuple):
+    """A dead letter taken apart; all but `fields` is text."""
+
+    fields: Fields
+    error: str
+    attempts: str
+    group: str
+    entry: str
+    dead_at: str
 
 
 def compose(
@@ -33,5 +45,14 @@ def compose(
     reasons = (text.encode(errors="replace"), str(attempts).encode(), group.encode(), entry)
     return [
         *fields[:_MOST_WORDS],
-        *(word for pair in zip(ADDED, reasons, strict=False) for word in pair),
+        *(word for pair in zip(_ADDED, reasons, strict=False) for word in pair),
     ]
+
+
+def parse(fields: Fields) -> Letter | None:
+    """The dead letter in an entry; None when a consumer did not write it."""
+    size = 2 * len(_ADDED)
+    added = fields[-size:]
+    if tuple(added[::2]) != _ADDED:
+        return None
+    return Letter(fields[:-size], *(value.decode(errors="replace") for value in added[1::2]))

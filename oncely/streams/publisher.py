@@ -23,7 +23,7 @@ from redis.exceptions import ResponseError
 from oncely.errors import PublisherUnavailable, PublishFailed
 from oncely.event import Event, Publisher
 from oncely.streams.faults import BROKER_ERRORS, code_word
-from oncely.streams.scripts import PUBLISH, Client
+from oncely.streams.scripts import Client, Script
 from oncely.streams.wire import encode
 
 __all__ = ["stream_publisher"]
@@ -52,7 +52,7 @@ def stream_publisher(redis: Client, stream: str, *, maxlen: int | None = None) -
                 arguments.append(str(len(words)))
                 arguments += words
             try:
-                added, refusal = await PUBLISH.run(redis, (stream,), arguments)
+                added, refusal = await _PUBLISH.run(redis, (stream,), arguments)
             except BROKER_ERRORS as error:
                 raise batch.interrupted(str(error) or type(error).__name__) from error
             batch.sent(added)
@@ -127,3 +127,27 @@ class _Batch:
         self._failures[event.id] = error
         if event.key is not None:
             self._stopped_keys.add(event.key)
+
+
+# Adds events to the stream in order and stops at the first that is refused, so that nothing of its
+# key gets past it. Arguments: maxlen or 0, then for each event how many words it has, and the words.
+# Returns how many were added, and the refusal.
+_PUBLISH = Script("""
+local maxlen = ARGV[1]
+local added, at = 0, 2
+while at <= #ARGV do
+  local words = tonumber(ARGV[at])
+  local reply
+  if maxlen == '0' then
+    reply = redis.pcall('XADD', KEYS[1], '*', unpack(ARGV, at + 1, at + words))
+  else
+    reply = redis.pcall('XADD', KEYS[1], 'MAXLEN', '~', maxlen, '*', unpack(ARGV, at + 1, at + words))
+  end
+  if type(reply) == 'table' and reply.err then
+    return {added, reply.err}
+  end
+  added = added + 1
+  at = at + words + 1
+end
+return {added, false}
+""")

@@ -2,24 +2,27 @@
 
 A blocking read holds its connection for as long as it waits. On the client's own pool, which may be
 small, a few waiting consumers would leave none for the publisher. So it waits on one of its own,
-made as the pool makes them. The wait is cut into slices below the client's socket timeout, which
-would otherwise end it as a failure.
+made as the pool makes them. The wait is cut into slices, which end well before the client's socket
+timeout would end them as a failure, and between which a worker can look at other things.
 """
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import Any
 
-from redis.client import NEVER_DECODE
-from redis.exceptions import ResponseError
+from redis.asyncio import Redis, RedisCluster
+from redis.exceptions import ResponseError, TimeoutError  # noqa: A004  Redis's own, no OSError
 
 from oncely.streams.faults import is_lost_group
 from oncely.streams.group import Group
+from oncely.streams.scripts import execute
 from oncely.streams.wire import RawEntry, entries_in
 
 __all__ = ["Reader"]
 
 _SLICE = 0.5  # seconds
+_LATE = 5.0  # seconds that the answer may take beyond the wait
 
 
 class Reader:
@@ -31,15 +34,12 @@ class Reader:
 
     async def read(self, count: int, seconds: float) -> list[RawEntry]:
         """New entries, or none after one slice of at most so many seconds."""
-        pool = getattr(self._group.redis, "connection_pool", None)
-        if pool is not None and self._connection is None:
-            self._connection = pool.make_connection()
         seconds = min(seconds, _SLICE)
-        limit = getattr(self._connection, "socket_timeout", None)
-        if limit:
-            seconds = min(seconds, limit / 2)
         try:
-            return entries_in(await self._send(count, max(1, int(seconds * 1000))))
+            if isinstance(self._group.redis, RedisCluster):
+                reply = await self._read_on_cluster(self._group.redis, count, seconds)
+            else:
+                reply = await self._read(self._group.redis, count, seconds)
         except ResponseError as error:
             if not is_lost_group(error):
                 raise
@@ -47,20 +47,35 @@ class Reader:
         except BaseException:
             await self.close()
             raise
+        return entries_in(reply)
 
     async def close(self) -> None:
         if self._connection is not None:
             connection, self._connection = self._connection, None
             await connection.disconnect()
 
-    async def _send(self, count: int, milliseconds: int) -> Any:
-        group = self._group
-        command = (
-            *("XREADGROUP", "GROUP", group.name, group.consumer, "COUNT", count),
-            *("BLOCK", milliseconds, "STREAMS", group.stream, ">"),
-        )
-        if self._connection is None:  # a cluster: its nodes have connections enough
-            return await group.redis.execute_command(*command, **{NEVER_DECODE: True})
+    async def _read(self, client: Redis, count: int, seconds: float) -> Any:
+        if self._connection is None:
+            self._connection = client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
         await self._connection.connect()
-        await self._connection.send_command(*command)
-        return await self._connection.read_response(disable_decoding=True)
+        await self._connection.send_command(*self._command(count, seconds))
+        patience = seconds + _LATE
+        begun = monotonic()
+        reply = await self._connection.read_response(disable_decoding=True, timeout=patience)
+        if reply is None and monotonic() - begun >= patience:  # or it is the server's "nothing"
+            raise TimeoutError(f"no answer to a read of {seconds:g} s within {patience:g} s")
+        return reply
+
+    async def _read_on_cluster(self, client: RedisCluster, count: int, seconds: float) -> Any:
+        """On one of the node's connections; clusters make as many as are asked for."""
+        limit = client.connection_kwargs.get("socket_timeout")
+        if limit:
+            seconds = min(seconds, limit / 4)
+        return await execute(client, *self._command(count, seconds))
+
+    def _command(self, count: int, seconds: float) -> tuple[str | int, ...]:
+        group = self._group
+        return (
+            *("XREADGROUP", "GROUP", group.name, group.consumer, "COUNT", count),
+            *("BLOCK", max(1, int(seconds * 1000)), "STREAMS", group.stream, ">"),
+        )

@@ -11,17 +11,34 @@ first, in the same step: a plain XCLAIM would take the entry back from its new o
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Iterable, Sequence
+from time import monotonic
 from typing import Any, TypeAlias
 
 from redis.asyncio import Redis, RedisCluster
 from redis.client import NEVER_DECODE
-from redis.exceptions import NoScriptError
+from redis.exceptions import ConnectionError, NoScriptError  # noqa: A004  Redis's own, no OSError
 
-__all__ = ["BEGIN", "BURY", "PENDING", "PUBLISH", "RELEASE", "RENEW", "TAKE", "Client", "Script"]
+__all__ = [
+    "BEGIN",
+    "BURY",
+    "PENDING",
+    "REAP",
+    "RELEASE",
+    "RENEW",
+    "RETIRE",
+    "TAKE",
+    "Client",
+    "Script",
+    "execute",
+]
 
 Client: TypeAlias = "Redis | RedisCluster"
+
+_POOL_PATIENCE = 5.0  # seconds
+_POOL_PAUSE = 0.002  # seconds
 
 
 class Script:
@@ -36,35 +53,33 @@ class Script:
     async def run(self, redis: Client, keys: Sequence[str], arguments: Iterable[str | bytes | int]) -> Any:
         rest = (len(keys), *keys, *arguments)
         try:
-            return await redis.execute_command("EVALSHA", self._digest, *rest, **_RAW)
+            return await execute(redis, "EVALSHA", self._digest, *rest)
         except NoScriptError:
-            return await redis.execute_command("EVAL", self._text, *rest, **_RAW)
+            return await execute(redis, "EVAL", self._text, *rest)
 
 
-_RAW: dict[str, Any] = {NEVER_DECODE: True}
+async def execute(redis: Client, *words: str | bytes | int) -> Any:
+    """The raw reply to a command: bytes, not text, whatever the client's settings.
 
-# Adds events to the stream in order and stops at the first that is refused, so that nothing of its
-# key gets past it. Arguments: maxlen or 0, then for each event how many words it has, and the words.
-# Returns how many were added, and the refusal.
-PUBLISH = Script("""
-local maxlen = ARGV[1]
-local added, at = 0, 2
-while at <= #ARGV do
-  local words = tonumber(ARGV[at])
-  local reply
-  if maxlen == '0' then
-    reply = redis.pcall('XADD', KEYS[1], '*', unpack(ARGV, at + 1, at + words))
-  else
-    reply = redis.pcall('XADD', KEYS[1], 'MAXLEN', '~', maxlen, '*', unpack(ARGV, at + 1, at + words))
-  end
-  if type(reply) == 'table' and reply.err then
-    return {added, reply.err}
-  end
-  added = added + 1
-  at = at + words + 1
-end
-return {added, false}
-""")
+    A pool that has no connection free just now is waited for, as a blocking pool would: consumers
+    and publishers that share a small one use it in turn.
+    """
+    patience = monotonic() + _POOL_PATIENCE
+    while True:
+        if _is_free(redis) or monotonic() >= patience:
+            try:
+                return await redis.execute_command(*words, **{NEVER_DECODE: True})
+            except ConnectionError:
+                if _is_free(redis) or monotonic() >= patience:
+                    raise
+        await asyncio.sleep(_POOL_PAUSE)
+
+
+def _is_free(redis: Client) -> bool:
+    if isinstance(redis, RedisCluster) or redis.connection is not None:
+        return True
+    return bool(redis.connection_pool.can_get_connection())
+
 
 # Takes over entries that were delivered and not acknowledged for as long as their delivery count
 # asks; when there are none, reads new ones. XCLAIM … JUSTID does not count as a delivery; an entry
@@ -195,4 +210,30 @@ for at = 2, #ARGV do
   if found[1] then pending[#pending + 1] = ARGV[at] end
 end
 return pending
+""")
+
+# Removes my name from the group when nothing is pending under it; removing a name drops what is.
+# Arguments: group, consumer.
+RETIRE = Script("""
+local pending = redis.pcall('XPENDING', KEYS[1], ARGV[1], '-', '+', 1, ARGV[2])
+if pending.err or pending[1] then return 0 end
+redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], ARGV[2])
+return 1
+""")
+
+# Removes the names of others that have nothing pending and were not heard of for so long.
+# Arguments: group, consumer, milliseconds. Returns the names.
+REAP = Script("""
+local consumers = redis.pcall('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])
+local reaped = {}
+if consumers.err then return reaped end
+for _, flat in ipairs(consumers) do
+  local known = {}
+  for at = 1, #flat, 2 do known[flat[at]] = flat[at + 1] end
+  if known.pending == 0 and known.idle >= tonumber(ARGV[3]) and known.name ~= ARGV[2] then
+    redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], known.name)
+    reaped[#reaped + 1] = known.name
+  end
+end
+return reaped
 """)

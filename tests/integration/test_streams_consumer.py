@@ -307,7 +307,7 @@ async def test_a_dead_worker_costs_nobody_more_than_one_attempt(redis: Redis, st
     for _ in range(10):
         dying = consumer_of(redis, stream, handler)
         await asyncio.sleep(0.021)
-        took = await dying._group.take(50, new=50)
+        took = await dying._group.take(50, over=True, new=50)
         assert [entry.deliveries for entry in took.over] == [1, 1, 1]
     consumer = consumer_of(redis, stream, handler)
     await until(lambda: handled(consumer, handler, 3))

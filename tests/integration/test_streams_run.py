@@ -1,0 +1,512 @@
+"""A consumer that runs until it is told to stop: waiting, outages, shutdown, slow handlers, lost entries."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from itertools import pairwise
+
+import pytest
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from oncely.backoff import Backoff
+from oncely.event import Event
+from oncely.streams import StreamConsumer, stream_publisher
+from oncely.testing import EmbeddedValkey
+from tests.streams import Recorder, deliver, events, ids, pending, until
+
+QUICK = Backoff(first=timedelta(milliseconds=10), maximum=timedelta(milliseconds=50))
+
+
+@pytest.fixture(params=["valkey", "redis_6_2"])
+def redis_url(request: pytest.FixtureRequest) -> str:
+    return str(request.getfixturevalue(request.param).url)
+
+
+@pytest.fixture
+def own_valkey() -> Iterator[EmbeddedValkey]:
+    """A server that the test may flush and stop."""
+    with EmbeddedValkey() as server:
+        yield server
+
+
+@asynccontextmanager
+async def running(consumer: StreamConsumer, **options: object) -> AsyncIterator[asyncio.Event]:
+    """The consumer runs inside; it is stopped at the end, and must end."""
+    stop = asyncio.Event()
+    task = asyncio.create_task(consumer.run(stop, **options))  # type: ignore[arg-type]  # given by name
+    try:
+        yield stop
+    finally:
+        stop.set()
+        await asyncio.wait_for(task, 10)
+
+
+async def names(redis: Redis, stream: str) -> list[str]:
+    return [found["name"].decode() for found in await redis.xinfo_consumers(stream, "workers")]
+
+
+async def test_it_handles_what_comes_and_takes_over_what_is_due(redis: Redis, stream: str) -> None:
+    handler = Recorder(b=2)
+    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=20, on_result=handler.on_result)
+    consumer.subscribe("*", handler)
+    publish = stream_publisher(redis, stream)
+    async with running(consumer):
+        for batch in ("a", "b", "c"):
+            await publish(events(batch))
+        await until(lambda: has(handler, 3))
+    assert sorted(handler.handled) == ["a", "b", "c"]
+    assert [one for one in handler.attempts if one[0] == "b"] == [("b", 1), ("b", 2), ("b", 3)]
+    assert await pending(consumer, redis) == []
+
+
+async def test_an_idle_consumer_waits_and_does_not_spin(redis: Redis, stream: str) -> None:
+    consumer = StreamConsumer(redis, stream=stream)
+    before = (await redis.info("stats"))["total_commands_processed"]
+    async with running(consumer):
+        await asyncio.sleep(1)
+    used = (await redis.info("stats"))["total_commands_processed"] - before
+    assert used < 60
+
+
+async def test_a_wait_that_is_longer_than_the_socket_timeout_is_no_failure(
+    redis_url: str, stream: str
+) -> None:
+    async with Redis.from_url(redis_url, socket_timeout=0.2) as client:
+        handler = Recorder()
+        consumer = StreamConsumer(client, stream=stream)
+        consumer.subscribe("*", handler)
+        began = time.monotonic()
+        assert await consumer.run_once(block_ms=700) == 0
+        assert 0.7 <= time.monotonic() - began < 2
+        waiting = asyncio.create_task(consumer.run_once(block_ms=30_000))
+        await asyncio.sleep(0.5)
+        await stream_publisher(client, stream)(events("a"))
+        assert await waiting == 1
+
+
+async def test_waiting_consumers_leave_the_pool_to_others(redis_url: str, stream: str) -> None:
+    async with Redis.from_url(redis_url, max_connections=2) as client:
+        handler = Recorder()
+        consumers = [StreamConsumer(client, stream=stream) for _ in range(3)]
+        for consumer in consumers:
+            consumer.subscribe("*", handler)
+
+        async def handle_ten(consumer: StreamConsumer) -> None:
+            while len(handler.handled) < 10:
+                await consumer.run_once(block_ms=400)
+
+        waiting = [asyncio.create_task(handle_ten(consumer)) for consumer in consumers]
+        async with Redis.from_url(redis_url) as other:
+            await until(lambda: blocked(other, 3))
+        publish = stream_publisher(client, stream)
+        await asyncio.gather(*(publish(events(number)) for number in range(10)))
+        await asyncio.wait_for(asyncio.gather(*waiting), 10)
+        assert sorted(handler.handled) == list(range(10))
+
+
+async def test_a_flush_is_survived_and_what_comes_after_it_is_handled(
+    own_valkey: EmbeddedValkey, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Redis.from_url(own_valkey.url) as redis:
+        handler = Recorder()
+        consumer = StreamConsumer(redis, stream="orders", retry_after_ms=50)
+        consumer.subscribe("*", handler)
+        publish = stream_publisher(redis, "orders")
+        with caplog.at_level(logging.WARNING, "oncely.streams"):
+            async with running(consumer):
+                for number in range(5):
+                    await publish(events(number))
+                    await until(lambda wanted=number + 1: has(handler, wanted))  # type: ignore[misc]
+                    await redis.flushall()
+            await publish(events(5))
+            await redis.flushall()
+            await publish(events(6))
+            assert await consumer.run_once() == 1
+        assert handler.handled == [0, 1, 2, 3, 4, 6]
+        assert len(caplog.records) <= 10
+
+
+async def test_an_outage_is_waited_out(own_valkey: EmbeddedValkey) -> None:
+    async with Redis.from_url(own_valkey.url, retry=Retry(NoBackoff(), 0)) as redis:
+        handler = Recorder()
+        consumer = StreamConsumer(redis, stream="orders")
+        consumer.subscribe("*", handler)
+        async with running(consumer, backoff=QUICK):
+            await stream_publisher(redis, "orders")(events("a"))
+            await until(lambda: has(handler, 1))
+            own_valkey.kill()
+            await asyncio.sleep(0.1)
+            own_valkey.start()
+            await stream_publisher(redis, "orders")(events("b"))
+            await until(lambda: has(handler, 2))
+        assert handler.handled == ["a", "b"]
+
+
+async def test_acknowledgements_outlast_an_outage(own_valkey: EmbeddedValkey) -> None:
+    """A handler that ended while Redis was away has ended: its event is acknowledged later."""
+    async with Redis.from_url(own_valkey.url, socket_timeout=0.1, retry=Retry(NoBackoff(), 0)) as redis:
+        handler = Recorder()
+        consumer = StreamConsumer(redis, stream="orders", retry_after_ms=60_000, on_result=handler.on_result)
+
+        async def freeze(event: Event) -> None:
+            os.kill(own_valkey.pid or 0, signal.SIGSTOP)
+
+        consumer.subscribe("*", handler)
+        consumer.subscribe("*", freeze)
+        await stream_publisher(redis, "orders")(events("a"))
+        with pytest.raises(RedisTimeoutError):
+            await consumer.run_once()
+        assert handler.results == []
+        os.kill(own_valkey.pid or 0, signal.SIGCONT)
+        assert await consumer.run_once() == 1
+        assert handler.results == [("a", "ok")]
+        assert handler.attempts == [("a", 1)]
+
+
+async def test_a_key_that_holds_no_stream_ends_it_with_a_clear_error(redis: Redis, stream: str) -> None:
+    await redis.set(stream, "text")
+    consumer = StreamConsumer(redis, stream=stream)
+    with pytest.raises(ResponseError, match="WRONGTYPE") as raised:
+        await consumer.run()
+    assert stream in raised.value.__notes__[0]
+
+
+async def test_a_stop_lets_running_handlers_end_and_gives_the_rest_back(redis: Redis, stream: str) -> None:
+    stop, go = asyncio.Event(), asyncio.Event()
+    begun: list[int] = []
+    consumer = StreamConsumer(redis, stream=stream, concurrency=2, retry_after_ms=60_000)
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        begun.append(event.payload)
+        if len(begun) == 2:
+            stop.set()
+        await go.wait()
+
+    await stream_publisher(redis, stream)(events(*range(5)))
+    run = asyncio.create_task(consumer.run(stop))
+    await stop.wait()
+    await asyncio.sleep(0)
+    go.set()
+    await run
+    assert begun == [0, 1]
+    assert await pending(consumer, redis) == [(consumer.consumer, 0)] * 3
+    handler = Recorder()
+    other = StreamConsumer(redis, stream=stream, retry_after_ms=60_000)
+    other.subscribe("*", handler)
+    assert await other.run_once() == 3
+    assert handler.attempts == [(2, 1), (3, 1), (4, 1)]
+
+
+async def test_a_handler_that_outlives_the_grace_is_cancelled_and_its_event_given_back(
+    redis: Redis, stream: str
+) -> None:
+    stop = asyncio.Event()
+    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=60_000)
+    begun: list[str] = []
+    cancelled: list[str] = []
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        begun.append(event.payload)
+        if len(begun) == 2:
+            stop.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(event.payload)
+            raise
+
+    await stream_publisher(redis, stream)([*events("a1", "a2", key="a"), *events("b")])
+    await consumer.run(stop, grace=timedelta(milliseconds=20))
+    assert sorted(cancelled) == ["a1", "b"]
+    assert await pending(consumer, redis) == [(consumer.consumer, 0)] * 3
+    handler = Recorder()
+    other = StreamConsumer(redis, stream=stream, retry_after_ms=60_000)
+    other.subscribe("*", handler)
+    assert await other.run_once() == 3
+    assert sorted(handler.attempts) == [("a1", 1), ("a2", 1), ("b", 1)]
+
+
+async def test_cancelling_gives_back_as_well(redis: Redis, stream: str) -> None:
+    started = asyncio.Event()
+    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=60_000)
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    await stream_publisher(redis, stream)(events("a", "b"))
+    run = asyncio.create_task(consumer.run())
+    await started.wait()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert await pending(consumer, redis) == [(consumer.consumer, 0)] * 2
+
+
+async def test_a_cancelled_wait_loses_nothing(redis: Redis, stream: str) -> None:
+    """Cancelled at any moment of a wait, no entry is left with an attempt that nobody made."""
+    publish = stream_publisher(redis, stream)
+    for number in range(40):
+        consumer = StreamConsumer(redis, stream=stream, consumer="one", retry_after_ms=60_000)
+        waiting = asyncio.create_task(consumer.run_once(block_ms=5000))
+        await asyncio.sleep(0.002)
+        sending = asyncio.ensure_future(publish(events(number)))
+        await asyncio.sleep(number / 20_000)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await sending
+    left = await pending(StreamConsumer(redis, stream=stream), redis)
+    assert all(deliveries == 0 for _, deliveries in left)
+
+
+async def test_a_retry_that_a_stop_interrupts_keeps_its_count(redis: Redis, stream: str) -> None:
+    await stream_publisher(redis, stream)(events("a"))
+    await deliver(redis, stream, "dead")
+    [entry_id] = await ids(redis, stream)
+    await redis.xclaim(stream, "workers", "dead", 0, [entry_id], retrycount=3, justid=True)
+    stop = asyncio.Event()
+    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=20)
+    seen: list[int] = []
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        seen.append(event.attempt)
+        stop.set()
+        await asyncio.Event().wait()
+
+    await consumer.run(stop, grace=timedelta(milliseconds=20))
+    assert seen == [4]
+    assert await pending(consumer, redis) == [(consumer.consumer, 3)]
+
+
+async def test_a_slow_handler_keeps_its_entry(redis: Redis, stream: str) -> None:
+    """Renewing is no attempt, and nobody else is given the entry while it is renewed."""
+    calls: list[tuple[str, int]] = []
+    consumers = [StreamConsumer(redis, stream=stream, retry_after_ms=60, consumer=name) for name in "ab"]
+    for consumer in consumers:
+
+        @consumer.subscribe("*")
+        async def handle(event: Event, name: str = consumer.consumer) -> None:
+            calls.append((name, event.attempt))
+            await asyncio.sleep(0.4)
+
+    await stream_publisher(redis, stream)(events("1", "2", key="k"))
+    async with running(consumers[0]):
+        await until(lambda: called(calls, 1))
+        async with running(consumers[1]):
+            await until(lambda: called(calls, 2))
+            await until(lambda: has_left(consumers[0], redis, [("a", 1)]))
+    assert calls == [("a", 1), ("a", 1)]
+    assert await pending(consumers[0], redis) == []
+
+
+async def test_entries_that_wait_behind_a_failed_one_are_kept_too(redis: Redis, stream: str) -> None:
+    handler = Recorder(a1=1)
+    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=300, consumer="a")
+    consumer.subscribe("*", handler)
+    thief = Recorder()
+    other = StreamConsumer(redis, stream=stream, retry_after_ms=300, consumer="b")
+    other.subscribe("*", thief)
+    await stream_publisher(redis, stream)(events("a1", "a2", "a3", key="a"))
+    async with running(consumer):
+        await until(lambda: called(handler.attempts, 1))
+        await redis.xclaim(stream, "workers", "a", 0, (await ids(redis, stream))[:1], justid=True)
+        await until(lambda: has(handler, 3))
+    assert thief.attempts == []
+    assert handler.attempts == [("a1", 1), ("a1", 2), ("a2", 1), ("a3", 1)]
+
+
+async def test_a_worker_that_lost_its_entry_notices_and_its_late_end_harms_nobody(
+    redis: Redis, stream: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    go = asyncio.Event()
+    slow = StreamConsumer(redis, stream=stream, retry_after_ms=90, consumer="slow", max_attempts=1)
+
+    @slow.subscribe("*")
+    async def fail(event: Event) -> None:
+        await go.wait()
+        raise ValueError
+
+    await stream_publisher(redis, stream)(events("a"))
+    turn = asyncio.create_task(slow.run_once())
+    await until(lambda: is_pending(slow, redis))
+    with caplog.at_level(logging.WARNING, "oncely.streams"):
+        await redis.xclaim(stream, "workers", "other", 0, await ids(redis, stream))
+        await until(lambda: noticed(caplog))
+    go.set()
+    assert await turn == 0
+    assert await pending(slow, redis) == [("other", 2)]
+    assert await redis.xlen(slow.dead_letter_stream) == 0
+
+
+async def test_a_slow_handler_does_not_hold_up_the_others(redis: Redis, stream: str) -> None:
+    handler = Recorder()
+    go = asyncio.Event()
+    consumer = StreamConsumer(redis, stream=stream, concurrency=4)
+    consumer.subscribe("order.*", handler)
+    order: list[str] = []
+
+    @consumer.subscribe("slow")
+    async def slow(event: Event) -> None:
+        order.append(event.payload)
+        await go.wait()
+
+    publish = stream_publisher(redis, stream)
+    await publish(events("slow 1", topic="slow", key="k"))
+    async with running(consumer, count=5):
+        await until(lambda: called(order, 1))
+        await publish(
+            [*events(*range(30)), *events("slow 2", topic="slow", key="k"), *events(*range(30, 60))]
+        )
+        await until(lambda: has(handler, 60))
+        assert order == ["slow 1"]
+        go.set()
+        await until(lambda: called(order, 2))
+    assert handler.handled == list(range(60))
+    assert await pending(consumer, redis) == []
+
+
+async def test_what_is_due_again_waits_for_a_slow_handler_and_runs_alone(redis: Redis, stream: str) -> None:
+    go = asyncio.Event()
+    running_now: set[str] = set()
+    retried: list[set[str]] = []
+    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=30)
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        running_now.add(event.payload)
+        try:
+            if event.payload == "slow":
+                await go.wait()
+            elif event.attempt == 1:
+                raise ValueError
+            else:
+                retried.append(set(running_now))
+        finally:
+            running_now.discard(event.payload)
+
+    await stream_publisher(redis, stream)(events("slow", "fails"))
+    async with running(consumer):
+        await asyncio.sleep(0.2)
+        assert retried == []
+        go.set()
+        await until(lambda: called(retried, 1))
+    assert retried == [{"fails"}]
+
+
+async def test_waits_between_attempts_grow(redis: Redis, stream: str) -> None:
+    times: list[float] = []
+    consumer = StreamConsumer(
+        redis,
+        stream=stream,
+        retry_after_ms=40,
+        backoff_factor=3,
+        backoff_maximum=timedelta(milliseconds=200),
+        max_attempts=4,
+    )
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        times.append(time.monotonic())
+        raise ValueError
+
+    await stream_publisher(redis, stream)(events("a"))
+    async with running(consumer):
+        await until(lambda: called(times, 4))
+    waits = [round((after - before) * 1000) for before, after in pairwise(times)]
+    assert waits[0] >= 40
+    assert waits[1] >= 120
+    assert 200 <= waits[2] < 2000
+
+
+async def test_a_stopped_worker_takes_its_name_away(redis: Redis, stream: str) -> None:
+    for _ in range(5):
+        async with running(StreamConsumer(redis, stream=stream)):
+            await stream_publisher(redis, stream)(events("a"))
+            await until(lambda: one_name(redis, stream))
+    assert await names(redis, stream) == []
+
+
+async def test_a_stopped_worker_with_something_pending_leaves_its_name(redis: Redis, stream: str) -> None:
+    handler = Recorder(a=99)
+    consumer = StreamConsumer(redis, stream=stream, consumer="one", retry_after_ms=60_000)
+    consumer.subscribe("*", handler)
+    await stream_publisher(redis, stream)(events("a"))
+    async with running(consumer):
+        await until(lambda: called(handler.attempts, 1))
+    assert await names(redis, stream) == ["one"]
+    assert await pending(consumer, redis) == [("one", 1)]
+
+
+async def test_names_of_workers_that_are_gone_are_reaped_and_their_entries_kept(
+    redis: Redis, stream: str
+) -> None:
+    for number in range(50):
+        consumer = StreamConsumer(redis, stream=stream, consumer=f"gone-{number}")
+        await stream_publisher(redis, stream)(events(number))
+        await consumer.run_once()
+    await stream_publisher(redis, stream)(events("a"))
+    await deliver(redis, stream, "died")
+    await asyncio.sleep(0.25)
+    consumer = StreamConsumer(redis, stream=stream, consumer="new", retry_after_ms=20)
+    consumer._group.due = [60_000]  # so that it leaves the entry where it is
+    await consumer.run_once()
+    assert "died" in await names(redis, stream)
+    assert set(await names(redis, stream)) <= {"died", "new"}
+    assert await pending(consumer, redis) == [("died", 1)]
+
+
+async def test_a_consumer_runs_once_at_a_time(redis: Redis, stream: str) -> None:
+    consumer = StreamConsumer(redis, stream=stream)
+    async with running(consumer):
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError):
+            await consumer.run()
+
+
+async def has(handler: Recorder, count: int) -> bool:
+    return len(handler.handled) >= count
+
+
+async def called(calls: Sequence[object], count: int) -> bool:
+    return len(calls) >= count
+
+
+async def blocked(redis: Redis, count: int) -> bool:
+    return bool((await redis.info("clients"))["blocked_clients"] >= count)
+
+
+async def is_pending(consumer: StreamConsumer, redis: Redis) -> bool:
+    try:
+        return bool(await pending(consumer, redis))
+    except ResponseError:  # the group is not there yet
+        return False
+
+
+async def has_left(consumer: StreamConsumer, redis: Redis, left: list[tuple[str, int]]) -> bool:
+    return await pending(consumer, redis) == left
+
+
+async def one_name(redis: Redis, stream: str) -> bool:
+    try:
+        return len(await names(redis, stream)) == 1
+    except ResponseError:  # the group is not there yet
+        return False
+
+
+async def noticed(caplog: pytest.LogCaptureFixture) -> bool:
+    return any("no longer this worker's" in record.getMessage() for record in caplog.records)
