@@ -28,9 +28,13 @@ from oncely.errors import (
 )
 from oncely.event import Event, NewEvent
 from oncely.idempotency import Answer, IdempotencyKeys, Outcome, fingerprint, is_retryable, is_valid_key
+from oncely.inbox import Inbox
 from oncely.outbox import Outbox
+from oncely.relay import Relay, RelayResult
+from oncely.retention import Retention
 
-__all__ = [  # noqa: RUF022  in the order of `sorted`
+__all__ = [
+    "NOT_HAPPENED",
     "Answer",
     "CancelUnsafe",
     "ClaimLost",
@@ -42,13 +46,13 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`
     "Effects",
     "Event",
     "IdempotencyKeys",
+    "Inbox",
     "InvalidKey",
     "KeyInFlight",
     "KeyInUse",
     "KeyLost",
     "KeyReused",
     "KeyUnanswered",
-    "NOT_HAPPENED",
     "NewEvent",
     "NoTransaction",
     "OncelyError",
@@ -58,6 +62,9 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`
     "PublisherUnavailable",
     "Refused",
     "Reject",
+    "Relay",
+    "RelayResult",
+    "Retention",
     "TableNameTaken",
     "fingerprint",
     "is_retryable",

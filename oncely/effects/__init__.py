@@ -12,11 +12,11 @@ from oncely.effects.record import NOT_HAPPENED, EffectRecord, NotHappened, Statu
 from oncely.effects.run import Call, TokenVerify, Verify
 from oncely.effects.store import Store
 
-__all__ = [  # noqa: RUF022  in the order of `sorted`
+__all__ = [
+    "NOT_HAPPENED",
     "Call",
     "EffectRecord",
     "Effects",
-    "NOT_HAPPENED",
     "NotHappened",
     "Once",
     "Status",

@@ -15,7 +15,7 @@ WINDOWS = ["oncely", "oncely.effects", "oncely.streams", "oncely.testing"]
 @pytest.mark.parametrize("name", WINDOWS)
 def test_all_is_sorted_and_complete(name: str) -> None:
     window = importlib.import_module(name)
-    assert window.__all__ == sorted(window.__all__)
+    assert window.__all__ == sorted(window.__all__, key=_constants_then_classes_then_functions)
     for exported in window.__all__:
         assert hasattr(window, exported), exported
 
@@ -33,3 +33,7 @@ def test_every_error_is_in_the_tree_drawn_on_top() -> None:
     assert tree is not None
     for name in oncely.errors.__all__:
         assert name in tree, name
+
+
+def _constants_then_classes_then_functions(name: str) -> tuple[int, str]:
+    return (0 if name.isupper() else 1 if name[0].isupper() else 2, name)

@@ -1,0 +1,129 @@
+"""Inbox: a message that arrives twice changes the database once.
+
+A row says that a consumer has handled an event. It is written in the transaction of the handler's own
+writes, so the two commit together or not at all: a crash between them cannot be. Delivery stays at
+least once; the effect in this database is effectively once, as long as the row is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import datetime, timedelta
+from uuid import UUID
+
+from sqlalchemy import Integer, MetaData, Table, Text, Uuid
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+
+from oncely.errors import InvalidKey
+from oncely.event import Event, Handler, check_key
+from oncely.retention import CUTOFF, cutoff_parameters, delete_in_batches
+from oncely.statement import Statement
+from oncely.tables import inbox_table
+from oncely.transaction import Caller, Sessionmaker, join
+
+__all__ = ["Inbox"]
+
+
+class Inbox:
+    """What the consumers of one application have handled: a table on its MetaData.
+
+    `consumer` names who handles: two consumers of one event each handle it once. Keep rows (`prune`)
+    for longer than a message may take to come back, dead letters that are replayed included.
+    """
+
+    table: Table
+
+    def __init__(self, metadata: MetaData, *, table_name: str = "inbox", schema: str | None = None) -> None:
+        self.table = inbox_table(metadata, table_name, schema)
+        tables = {"inbox": self.table}
+        self._insert = Statement(_INSERT, tables, {"consumer": Text, "event_id": Uuid})
+        self._prune = Statement(_PRUNE, tables, CUTOFF | {"limit": Integer})
+
+    async def run(
+        self,
+        session: Caller,
+        event: Event | UUID,
+        work: Callable[[], Awaitable[object]],
+        *,
+        consumer: str,
+    ) -> bool:
+        """Do `work` once for this consumer and event, in the caller's transaction.
+
+        False: it was handled before, and `work` was not called. While another transaction handles
+        the same event, this waits for it. When `work` raises, its writes and the row are undone, also
+        if the caller catches the error and commits, and a later delivery runs it again.
+
+        Raises, before any SQL: InvalidKey for a consumer that cannot be stored, NoTransaction in
+        autocommit.
+        """
+        _check_consumer(consumer)
+        await join(session, self.table)
+        async with session.begin_nested():
+            # A session makes its savepoint when it is next asked for its connection.
+            connection = await join(session, self.table)
+            if not await self._is_first(connection, event, consumer):
+                return False
+            await work()
+        return True
+
+    def handler(
+        self,
+        sessionmaker: Sessionmaker,
+        handle: Callable[[AsyncSession, Event], Awaitable[object]],
+        *,
+        consumer: str,
+    ) -> Handler:
+        """A handler for `StreamConsumer.subscribe` that calls `handle(session, event)` once per event.
+
+        Each call is one transaction of its own, which holds the row and what `handle` writes.
+        """
+        _check_consumer(consumer)
+
+        async def handle_once(event: Event) -> None:
+            async with sessionmaker() as session, session.begin():
+                connection = await join(session, self.table)
+                if await self._is_first(connection, event, consumer):
+                    await handle(session, event)
+
+        return handle_once
+
+    async def prune(
+        self, session: Caller, *, older_than: timedelta | datetime, limit: int | None = None
+    ) -> int:
+        """Forget what was handled before `older_than` (an age or an aware time); how many rows.
+
+        In batches of 1,000, skipping rows that somebody has locked, up to `limit`.
+        """
+        cutoff = cutoff_parameters(older_than)
+        connection = await join(session, self.table)
+
+        async def delete(size: int) -> int:
+            return (await connection.execute(self._prune, cutoff | {"limit": size})).rowcount
+
+        return await delete_in_batches(delete, limit)
+
+    async def _is_first(self, connection: AsyncConnection, event: Event | UUID, consumer: str) -> bool:
+        event_id = event.id if isinstance(event, Event) else event
+        inserted = await connection.execute(self._insert, {"consumer": consumer, "event_id": event_id})
+        return inserted.rowcount == 1
+
+
+def _check_consumer(consumer: str) -> None:
+    check_key(consumer, "consumer")
+    if not consumer:
+        raise InvalidKey("consumer is empty")
+
+
+# DO NOTHING waits for an open insert of the same row: if that commits, this one is second; if it rolls
+# back, this one is first.
+_INSERT = """
+INSERT INTO {inbox} (consumer, event_id) VALUES (:consumer, :event_id) ON CONFLICT DO NOTHING
+"""
+
+_PRUNE = """
+DELETE FROM {inbox}
+WHERE ctid = ANY (ARRAY(
+    SELECT ctid FROM {inbox} WHERE handled_at < coalesce(:cutoff, statement_timestamp() - :age)
+    ORDER BY handled_at LIMIT :limit
+    FOR UPDATE SKIP LOCKED))
+"""
