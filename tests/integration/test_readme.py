@@ -1,0 +1,59 @@
+"""Every Python example in the README runs, in the order in which it is read, on real engines.
+
+The blocks share one namespace, as a reader's module would. DATABASE_URL and REDIS_URL are given; the
+tables are made after the block that defines them.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from redis.asyncio import Redis
+from sqlalchemy import make_url
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from tests.database import Database
+
+README = Path(__file__).parents[2] / "README.md"
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks() -> Iterator[tuple[int, str]]:
+    """Each block's first line in the README, and its text."""
+    text = README.read_text()
+    for match in BLOCK.finditer(text):
+        yield text.count("\n", 0, match.start(1)), match[1]
+
+
+async def test_the_examples_run(database: Database, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The reader's engine, on the test's schema where the server is the user's.
+    monkeypatch.setattr("sqlalchemy.ext.asyncio.create_async_engine", lambda _url: database.engine())
+    url = make_url(database.url).render_as_string(hide_password=False)
+    namespace: dict[str, object] = {"DATABASE_URL": url, "REDIS_URL": redis_url, "__name__": "readme"}
+    ran = 0
+    try:
+        for line, source in blocks():
+            code = compile(
+                "\n" * line + source,
+                str(README),
+                "exec",
+                flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT,
+                dont_inherit=True,
+            )
+            result = eval(code, namespace)  # a code object: it may be a coroutine's
+            if inspect.isawaitable(result):
+                await result
+            ran += 1
+    finally:
+        engine, redis = namespace.get("engine"), namespace.get("redis")
+        if isinstance(redis, Redis):
+            await redis.delete("shop")
+            await redis.aclose()
+        if isinstance(engine, AsyncEngine):
+            await engine.dispose()
+    assert ran >= 7
