@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely.effects import NOT_HAPPENED, EffectRecord, Effects
 
-__all__ = ["HOUR", "Provider", "make_effects", "pass_time", "record_of"]
+__all__ = ["HOUR", "Provider", "make_effects", "no_writes", "pass_time", "record_of"]
 
 HOUR = timedelta(hours=1)
 
@@ -38,6 +40,18 @@ async def pass_time(effects: Effects, engine: AsyncEngine, by: timedelta) -> Non
         earlier = {time: time - by for time in times}
     async with engine.begin() as connection:
         await connection.execute(update(effects.table).values(earlier))
+
+
+@asynccontextmanager
+async def no_writes(effects: Effects, engine: AsyncEngine) -> AsyncIterator[None]:
+    """The table can be read but not written inside the block: writers wait until its end."""
+    async with engine.connect() as connection:
+        if engine.dialect.name == "sqlite":
+            await connection.exec_driver_sql("BEGIN IMMEDIATE")
+        else:
+            await connection.exec_driver_sql(f"LOCK TABLE {effects.table.name} IN EXCLUSIVE MODE")
+        yield
+        await connection.rollback()
 
 
 async def record_of(effects: Effects, key: str) -> EffectRecord:

@@ -1,8 +1,8 @@
 """The statements of the effects table, the same for PostgreSQL and SQLite.
 
-Two things differ between the databases: how their time is said (see clock.py), and ON CONFLICT,
-which each dialect spells by a construct of its own. `for_…` parameters say which row is meant,
-`new_…` ones what it becomes; `lease` and `ttl` are distances from now.
+What differs between the databases: how their time is said (see clock.py), ON CONFLICT, which each
+dialect spells by a construct of its own, and what keeps a purge to its limit. `for_…` parameters
+say which row is meant, `new_…` ones what it becomes; `lease` and `ttl` are distances from now.
 """
 
 from __future__ import annotations
@@ -134,8 +134,10 @@ def records(table: Table, statuses: Collection[Status], limit: int | None) -> Se
     return found
 
 
-def purge(table: Table, age: timedelta, statuses: Collection[Status], limit: int | None) -> Delete:
-    """Delete finished records that are older than `age` and whose ttl, if any, has run out."""
+def purge(
+    table: Table, age: timedelta, statuses: Collection[Status], limit: int | None
+) -> Mapping[str, Delete]:
+    """Delete finished records that are older than `age` and whose ttl, if any, has run out; by dialect."""
     until = select(database_now(-age)).scalar_subquery()  # evaluated once, so that the index serves
     old = (
         select(table.c.key)
@@ -148,7 +150,12 @@ def purge(table: Table, age: timedelta, statuses: Collection[Status], limit: int
         .limit(limit)
         .with_for_update(skip_locked=True)  # where rows have locks: two purges do not wait for each other
     )
-    return delete(table).where(table.c.key.in_(old))
+    return {
+        # A CTE is evaluated once: a subquery may be again for every row, and then its limit is none.
+        "postgresql": delete(table).where(table.c.key.in_(select(old.cte("old").c.key))),
+        # Python's sqlite3 counts no rows of a statement that begins with WITH.
+        "sqlite": delete(table).where(table.c.key.in_(old)),
+    }
 
 
 def forget(table: Table) -> Delete:
