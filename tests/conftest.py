@@ -69,6 +69,17 @@ def database(request: pytest.FixtureRequest) -> Iterator[Database]:
         admin.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
 
 
+@pytest.fixture
+def schema(request: pytest.FixtureRequest, driver: str) -> Iterator[Database]:
+    """As `database`, but an empty schema of one database: made in a tenth of the time.
+
+    A module with many tests lets its `database` fixture return it.
+    """
+    url = os.environ.get("ONCELY_TEST_DATABASE_URL") or request.getfixturevalue("postgres").url()
+    with Database.in_schema(url, driver) as database:
+        yield database
+
+
 @pytest.fixture(params=(*DRIVERS, "aiosqlite"))
 def any_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
     """A place for tables on PostgreSQL by each driver, and on SQLite (a file, WAL): for effects.
