@@ -29,7 +29,7 @@ from oncely.loop import complete
 from oncely.retention import CUTOFF, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
 from oncely.tables import outbox_tables
-from oncely.transaction import Caller, Sessionmaker, join
+from oncely.transaction import Caller, Sessionmaker, execute, join
 from oncely.wakeup import Wakeup
 
 __all__ = ["DeadEvent", "Event", "NewEvent", "Outbox", "Publisher", "uuid7"]
@@ -103,12 +103,11 @@ class Outbox:
         event = NewEvent(topic, payload, key, headers, delay, dedup_key)
         row = self._row(event, "")
         event_id: UUID = row["id"]
-        connection = await join(session, self.table)
         if dedup_key is None:
-            await connection.execute(self._emit, row)
+            await execute(session, self.table, self._emit, row)
         else:
-            [event_id] = await self._emit_deduplicated(connection, [row])
-        await self.wakeup.announce(session, connection)
+            [event_id] = await self._emit_deduplicated(await join(session, self.table), [row])
+        await self.wakeup.announce(session)
         return event_id
 
     async def emit_many(self, session: Caller, events: Iterable[NewEvent]) -> list[UUID]:
@@ -127,7 +126,7 @@ class Outbox:
         else:
             async with connection.begin_nested():
                 ids = await self._emit_deduplicated(connection, rows)
-        await self.wakeup.announce(session, connection)
+        await self.wakeup.announce(session)
         return ids
 
     async def cancel(self, session: Caller, event_id: UUID) -> bool:

@@ -6,14 +6,15 @@ commits, rolls back or closes it. Whatever takes a `sessionmaker` does all of th
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from sqlalchemy import Connection, Table
+from sqlalchemy import Connection, CursorResult, Executable, Table
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+from sqlalchemy.orm import Session
 
 from oncely.errors import NoTransaction
 
@@ -22,6 +23,7 @@ __all__ = [
     "Sessionmaker",
     "alone",
     "begin",
+    "execute",
     "is_retryable",
     "is_unavailable",
     "join",
@@ -48,6 +50,21 @@ async def join(caller: Caller, table: Table) -> AsyncConnection:
         connection = await caller.connection(bind_arguments={"clause": table})
     require_transaction(connection.sync_connection, table)  # type: ignore[arg-type]  # it is started
     return connection
+
+
+async def execute(
+    caller: Caller, table: Table, statement: Executable, parameters: Mapping[str, Any]
+) -> CursorResult[Any]:
+    """One statement in the caller's transaction: `join` and execute in one step, which is quicker."""
+
+    def joined(owner: Session | Connection) -> CursorResult[Any]:
+        connection = owner if isinstance(owner, Connection) else owner.connection({"clause": table})
+        require_transaction(connection, table)
+        return connection.execute(statement, parameters)
+
+    if isinstance(caller, async_scoped_session):
+        caller = caller()
+    return await caller.run_sync(joined)
 
 
 def require_transaction(connection: Connection, table: Table) -> None:

@@ -48,11 +48,11 @@ class Wakeup:
         if not event.contains(Session, "before_commit", _announce_pending):
             event.listen(Session, "before_commit", _announce_pending)
 
-    async def announce(self, caller: Caller, connection: AsyncConnection) -> None:
+    async def announce(self, caller: Caller) -> None:
         """Wake the relays when the caller's transaction commits, unless they were woken just now."""
         if isinstance(caller, AsyncConnection):
-            if self._may_notify(connection.sync_engine.pool):
-                await connection.execute(self._notify)
+            if self._may_notify(caller.sync_engine.pool):
+                await caller.execute(self._notify)
             return
         session = caller() if isinstance(caller, async_scoped_session) else caller
         session.sync_session.info.setdefault(_PENDING, set()).add(self)
