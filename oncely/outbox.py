@@ -14,22 +14,20 @@ import asyncio
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import Any
 from uuid import UUID
 
-from sqlalchemy import ARRAY, Integer, Interval, MetaData, Table, Text, Uuid
-from sqlalchemy.ext.asyncio import AsyncConnection
-from sqlalchemy.types import TypeEngine
+from sqlalchemy import Integer, MetaData, Table, Uuid
 
 from oncely.deadletters import DeadEvent, DeadLetters, Which
-from oncely.errors import CancelUnsafe, ClaimLost, DedupKeyReused, InvalidKey, PublishFailed
-from oncely.event import Event, NewEvent, Publisher, check_key, encode_json, uuid7
+from oncely.emission import Emission
+from oncely.errors import CancelUnsafe, ClaimLost, PublishFailed
+from oncely.event import Event, NewEvent, Publisher, uuid7
 from oncely.ledger import Claim, Ledger, OnDead
 from oncely.loop import complete
 from oncely.retention import CUTOFF, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
 from oncely.tables import outbox_tables
-from oncely.transaction import Caller, Sessionmaker, execute, join
+from oncely.transaction import Caller, Sessionmaker, join
 from oncely.wakeup import Wakeup
 
 __all__ = ["DeadEvent", "Event", "NewEvent", "Outbox", "Publisher", "uuid7"]
@@ -69,10 +67,7 @@ class Outbox:
         parked = _PARKED if on_dead == "park" else "false"
         self.wakeup = Wakeup(self.table)
         self._dead_letters = DeadLetters(self.table)
-        self._emit = Statement(_EMIT, tables, _EVENT)
-        self._emit_many = Statement(_EMIT_MANY, tables, _EVENTS)
-        self._emit_unique = Statement(_EMIT_UNIQUE, tables, _UNIQUE_EVENTS)
-        self._find_first = Statement(_FIND_FIRST, tables, dict.fromkeys(_NAMES_AND_CONTENT, ARRAY(Text)))
+        self._emission = Emission(self.table, max_payload_bytes=max_payload_bytes)
         self._claimed = Statement(_CLAIMED, tables, {"id": Uuid})
         self._lock_event = Statement(_LOCK_EVENT, tables, {"id": Uuid})
         self._delete_event = Statement(_DELETE_EVENT, tables, {"id": Uuid})
@@ -101,12 +96,7 @@ class Outbox:
         Raises DedupKeyReused when the dedup_key belongs to another key or payload.
         """
         event = NewEvent(topic, payload, key, headers, delay, dedup_key)
-        row = self._row(event, "")
-        event_id: UUID = row["id"]
-        if dedup_key is None:
-            await execute(session, self.table, self._emit, row)
-        else:
-            [event_id] = await self._emit_deduplicated(await join(session, self.table), [row])
+        event_id = await self._emission.emit(session, event)
         await self.wakeup.announce(session)
         return event_id
 
@@ -116,17 +106,9 @@ class Outbox:
         As `emit` for each. All or none: when one is refused, none of them is written. Events with a
         dedup_key that exists already cost one statement more, together.
         """
-        rows = [self._row(event, f"events[{index}] ") for index, event in enumerate(events)]
-        if not rows:
-            return []
-        connection = await join(session, self.table)
-        if all(row["dedup_key"] is None for row in rows):
-            await connection.execute(self._emit_many, _columns(rows, _EVENTS))
-            ids: list[UUID] = [row["id"] for row in rows]
-        else:
-            async with connection.begin_nested():
-                ids = await self._emit_deduplicated(connection, rows)
-        await self.wakeup.announce(session)
+        ids = await self._emission.emit_many(session, events)
+        if ids:
+            await self.wakeup.announce(session)
         return ids
 
     async def cancel(self, session: Caller, event_id: UUID) -> bool:
@@ -277,62 +259,6 @@ class Outbox:
 
         return await delete_in_batches(delete, limit)
 
-    def _row(self, event: NewEvent, place: str) -> dict[str, Any]:
-        """The event's parameters, checked and encoded. `place` begins the message of a refusal."""
-        check_key(event.topic, f"{place}topic")
-        if not event.topic:
-            raise InvalidKey(f"{place}topic is empty")
-        for name, value in (("key", event.key), ("dedup_key", event.dedup_key)):
-            if value is not None:
-                check_key(value, f"{place}{name}")
-        if event.delay is not None and event.delay < timedelta(0):
-            raise ValueError(f"{place}delay is below zero: {event.delay}")
-        payload = encode_json(event.payload, what=f"{place}payload")
-        if self.max_payload_bytes is not None and len(payload.encode()) > self.max_payload_bytes:
-            raise ValueError(
-                f"{place}payload has {len(payload.encode()):,} bytes; max_payload_bytes is "
-                f"{self.max_payload_bytes:,}"
-            )
-        headers = None
-        if event.headers is not None:
-            if not all(isinstance(text, str) for pair in event.headers.items() for text in pair):
-                raise ValueError(f"{place}headers: names and values are strings")
-            headers = encode_json(dict(event.headers), what=f"{place}headers")
-        return {
-            "id": uuid7(),
-            "topic": event.topic,
-            "key": event.key,
-            "payload": payload,
-            "headers": headers,
-            "delay": event.delay or None,
-            "dedup_key": event.dedup_key,
-        }
-
-    async def _emit_deduplicated(
-        self, connection: AsyncConnection, rows: Sequence[dict[str, Any]]
-    ) -> list[UUID]:
-        """Insert what is new and find the first event of what is not; ids in the order of the rows."""
-        ids: dict[int, UUID] = {}
-        left = list(range(len(rows)))
-        while left:
-            given = [rows[index] for index in left]
-            result = await connection.execute(self._emit_unique, _columns(given, _UNIQUE_EVENTS))
-            inserted = set(result.scalars())
-            ids |= {index: rows[index]["id"] for index in left if rows[index]["id"] in inserted}
-            left = [index for index in left if index not in ids]
-            if not left:
-                break
-            given = [rows[index] for index in left]
-            result = await connection.execute(self._find_first, _columns(given, _NAMES_AND_CONTENT))
-            for line, first, same in result:
-                index = left[line - 1]
-                if not same:
-                    raise DedupKeyReused(rows[index]["topic"], rows[index]["dedup_key"], first)
-                ids[index] = first
-            # What is left was deleted between the two statements: insert it after all.
-            left = [index for index in left if index not in ids]
-        return [ids[index] for index in range(len(rows))]
-
 
 def sent(events: Sequence[Event], failed: PublishFailed) -> list[Event]:
     """The events of a batch that left before a publisher raised PublishFailed.
@@ -350,59 +276,6 @@ def sent(events: Sequence[Event], failed: PublishFailed) -> list[Event]:
             left.append(event)
     return left
 
-
-def _columns(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
-    """The rows turned into one array per name."""
-    return {name: [row[name] for row in rows] for name in names}
-
-
-_EVENT: dict[str, TypeEngine[Any] | type[TypeEngine[Any]]] = {
-    "id": Uuid,
-    "topic": Text,
-    "key": Text,
-    "payload": Text,
-    "headers": Text,
-    "delay": Interval,
-}
-_EVENTS = {name: ARRAY(type_) for name, type_ in _EVENT.items()}
-_UNIQUE_EVENTS = _EVENTS | {"dedup_key": ARRAY(Text)}
-_NAMES_AND_CONTENT = ("topic", "dedup_key", "key", "payload")
-
-# The WHERE gives the transaction its id before the event takes its place in line: the relays' floor
-# (see the ledger) depends on that order.
-_EMIT = """
-INSERT INTO {outbox} (id, topic, key, payload, headers, due_at)
-SELECT :id, :topic, :key, CAST(:payload AS jsonb), CAST(:headers AS jsonb), statement_timestamp() + :delay
-WHERE pg_current_xact_id() IS NOT NULL
-"""
-
-_EMIT_MANY = """
-INSERT INTO {outbox} (id, topic, key, payload, headers, due_at)
-SELECT id, topic, key, payload::jsonb, headers::jsonb, statement_timestamp() + delay
-FROM unnest(:id, :topic, :key, :payload, :headers, :delay)
-    WITH ORDINALITY AS given (id, topic, key, payload, headers, delay, line)
-WHERE pg_current_xact_id() IS NOT NULL
-ORDER BY line
-"""
-
-_EMIT_UNIQUE = """
-INSERT INTO {outbox} (id, topic, key, payload, headers, due_at, dedup_key)
-SELECT id, topic, key, payload::jsonb, headers::jsonb, statement_timestamp() + delay, dedup_key
-FROM unnest(:id, :topic, :key, :payload, :headers, :delay, :dedup_key)
-    WITH ORDINALITY AS given (id, topic, key, payload, headers, delay, dedup_key, line)
-WHERE pg_current_xact_id() IS NOT NULL
-ORDER BY line
-ON CONFLICT (topic, dedup_key) WHERE dedup_key IS NOT NULL DO NOTHING
-RETURNING id
-"""
-
-_FIND_FIRST = """
-SELECT given.line, event.id,
-       event.key IS NOT DISTINCT FROM given.key AND event.payload = given.payload::jsonb AS same
-FROM unnest(:topic, :dedup_key, :key, :payload)
-    WITH ORDINALITY AS given (topic, dedup_key, key, payload, line)
-JOIN {outbox} AS event ON event.topic = given.topic AND event.dedup_key = given.dedup_key
-"""
 
 _CLAIMED = """
 SELECT current_setting('transaction_isolation'), EXISTS (SELECT FROM {claims} WHERE :id = ANY (event_ids))

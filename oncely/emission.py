@@ -1,0 +1,165 @@
+"""Emission: new events become rows, in line, in the caller's transaction.
+
+A transaction that emits has its transaction id before it takes a place in line: the floor of the
+relays (see `ledger`) rests on that. Everything that can be refused is refused before any SQL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import ARRAY, Interval, Table, Text, Uuid
+from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.types import TypeEngine
+
+from oncely.errors import DedupKeyReused, InvalidKey
+from oncely.event import NewEvent, check_key, encode_json, uuid7
+from oncely.statement import Statement
+from oncely.transaction import Caller, execute, join
+
+__all__ = ["Emission"]
+
+
+class Emission:
+    """Writes the events of one outbox table. `max_payload_bytes` bounds a payload's JSON in UTF-8."""
+
+    def __init__(self, events: Table, *, max_payload_bytes: int | None) -> None:
+        self._events = events
+        self._max_payload_bytes = max_payload_bytes
+        tables = {"outbox": events}
+        self._one = Statement(_ONE, tables, _EVENT)
+        self._many = Statement(_MANY, tables, _EVENTS)
+        self._unique = Statement(_UNIQUE, tables, _UNIQUE_EVENTS)
+        self._find_first = Statement(_FIND_FIRST, tables, dict.fromkeys(_NAMES_AND_CONTENT, ARRAY(Text)))
+
+    async def emit(self, session: Caller, event: NewEvent) -> UUID:
+        """Write one event; its id, or that of the first event with its dedup_key."""
+        row = self._row(event, "")
+        if event.dedup_key is not None:
+            [first] = await self._emit_unique(await join(session, self._events), [row])
+            return first
+        await execute(session, self._events, self._one, row)
+        event_id: UUID = row["id"]
+        return event_id
+
+    async def emit_many(self, session: Caller, events: Iterable[NewEvent]) -> list[UUID]:
+        """Write all of the events or none, in the order given; their ids."""
+        rows = [self._row(event, f"events[{index}] ") for index, event in enumerate(events)]
+        if not rows:
+            return []
+        if all(row["dedup_key"] is None for row in rows):
+            await execute(session, self._events, self._many, _columns(rows, _EVENTS))
+            return [row["id"] for row in rows]
+        connection = await join(session, self._events)
+        async with connection.begin_nested():
+            return await self._emit_unique(connection, rows)
+
+    def _row(self, event: NewEvent, place: str) -> dict[str, Any]:
+        """The event's parameters, checked and encoded. `place` begins the message of a refusal."""
+        check_key(event.topic, f"{place}topic")
+        if not event.topic:
+            raise InvalidKey(f"{place}topic is empty")
+        for name, value in (("key", event.key), ("dedup_key", event.dedup_key)):
+            if value is not None:
+                check_key(value, f"{place}{name}")
+        if event.delay is not None and event.delay < timedelta(0):
+            raise ValueError(f"{place}delay is below zero: {event.delay}")
+        payload = encode_json(event.payload, what=f"{place}payload")
+        if self._max_payload_bytes is not None and len(payload.encode()) > self._max_payload_bytes:
+            raise ValueError(
+                f"{place}payload has {len(payload.encode()):,} bytes; max_payload_bytes is "
+                f"{self._max_payload_bytes:,}"
+            )
+        headers = None
+        if event.headers is not None:
+            if not all(isinstance(text, str) for pair in event.headers.items() for text in pair):
+                raise ValueError(f"{place}headers: names and values are strings")
+            headers = encode_json(dict(event.headers), what=f"{place}headers")
+        return {
+            "id": uuid7(),
+            "topic": event.topic,
+            "key": event.key,
+            "payload": payload,
+            "headers": headers,
+            "delay": event.delay or None,
+            "dedup_key": event.dedup_key,
+        }
+
+    async def _emit_unique(self, connection: AsyncConnection, rows: Sequence[dict[str, Any]]) -> list[UUID]:
+        """Insert what is new and find the first event of what is not; ids in the order of the rows."""
+        ids: dict[int, UUID] = {}
+        left = list(range(len(rows)))
+        while left:
+            given = [rows[index] for index in left]
+            result = await connection.execute(self._unique, _columns(given, _UNIQUE_EVENTS))
+            inserted = set(result.scalars())
+            ids |= {index: rows[index]["id"] for index in left if rows[index]["id"] in inserted}
+            left = [index for index in left if index not in ids]
+            if not left:
+                break
+            given = [rows[index] for index in left]
+            result = await connection.execute(self._find_first, _columns(given, _NAMES_AND_CONTENT))
+            for line, first, same in result:
+                index = left[line - 1]
+                if not same:
+                    raise DedupKeyReused(rows[index]["topic"], rows[index]["dedup_key"], first)
+                ids[index] = first
+            # What is left was deleted between the two statements: insert it after all.
+            left = [index for index in left if index not in ids]
+        return [ids[index] for index in range(len(rows))]
+
+
+def _columns(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:
+    """The rows turned into one array per name."""
+    return {name: [row[name] for row in rows] for name in names}
+
+
+_EVENT: dict[str, TypeEngine[Any] | type[TypeEngine[Any]]] = {
+    "id": Uuid,
+    "topic": Text,
+    "key": Text,
+    "payload": Text,
+    "headers": Text,
+    "delay": Interval,
+}
+_EVENTS = {name: ARRAY(type_) for name, type_ in _EVENT.items()}
+_UNIQUE_EVENTS = _EVENTS | {"dedup_key": ARRAY(Text)}
+_NAMES_AND_CONTENT = ("topic", "dedup_key", "key", "payload")
+
+# The WHERE gives the transaction its id before the event takes its place in line.
+_ONE = """
+INSERT INTO {outbox} (id, topic, key, payload, headers, due_at)
+SELECT :id, :topic, :key, CAST(:payload AS jsonb), CAST(:headers AS jsonb), statement_timestamp() + :delay
+WHERE pg_current_xact_id() IS NOT NULL
+"""
+
+_MANY = """
+INSERT INTO {outbox} (id, topic, key, payload, headers, due_at)
+SELECT id, topic, key, payload::jsonb, headers::jsonb, statement_timestamp() + delay
+FROM unnest(:id, :topic, :key, :payload, :headers, :delay)
+    WITH ORDINALITY AS given (id, topic, key, payload, headers, delay, line)
+WHERE pg_current_xact_id() IS NOT NULL
+ORDER BY line
+"""
+
+_UNIQUE = """
+INSERT INTO {outbox} (id, topic, key, payload, headers, due_at, dedup_key)
+SELECT id, topic, key, payload::jsonb, headers::jsonb, statement_timestamp() + delay, dedup_key
+FROM unnest(:id, :topic, :key, :payload, :headers, :delay, :dedup_key)
+    WITH ORDINALITY AS given (id, topic, key, payload, headers, delay, dedup_key, line)
+WHERE pg_current_xact_id() IS NOT NULL
+ORDER BY line
+ON CONFLICT (topic, dedup_key) WHERE dedup_key IS NOT NULL DO NOTHING
+RETURNING id
+"""
+
+_FIND_FIRST = """
+SELECT given.line, event.id,
+       event.key IS NOT DISTINCT FROM given.key AND event.payload = given.payload::jsonb AS same
+FROM unnest(:topic, :dedup_key, :key, :payload)
+    WITH ORDINALITY AS given (topic, dedup_key, key, payload, line)
+JOIN {outbox} AS event ON event.topic = given.topic AND event.dedup_key = given.dedup_key
+"""
