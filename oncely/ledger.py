@@ -12,20 +12,6 @@ lock, each with a snapshot taken after the lock was obtained. What a claim may t
 
 The two take turns, so neither starves the other. A key is *held*, and its events wait, while a live
 claim has it, while a tried event of it is unpublished, and under `park` while a dead one is.
-
-The floor. Rows that were published stay in the index while a long transaction keeps them visible.
-So that they are not read again and again, each ledger remembers a position below which no event
-will ever be ready again, and scans from there. An event may still appear below a position that was
-seen when its transaction took its place in line and has not committed. Hence two rules: a
-transaction that emits has its transaction id before it takes a place (see `Outbox.emit`), and the
-floor rises only to a position that was seen by an earlier claim whose own transaction id is older
-than every transaction that still runs. `pg_snapshot_xmax` would not do: it is one past the newest
-*completed* transaction, and a running one may already have a higher id. The memory is good only for
-the server process and the table files it was made with; where either has changed, it counts as zero.
-
-The detour. Events behind a held key cannot be passed by the floor, and a large backlog of them would
-be read by every claim. So each ledger also remembers a position further on, and the keys of all that
-lies between the two: as long as every one of them is held, the scan starts there.
 """
 
 from __future__ import annotations
@@ -33,9 +19,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
 from uuid import UUID, uuid4
@@ -43,6 +28,7 @@ from uuid import UUID, uuid4
 from sqlalchemy import ARRAY, BigInteger, Boolean, Integer, Interval, Table, Text, Uuid
 
 from oncely.event import Event, decode_json
+from oncely.floor import Facts, Floor
 from oncely.statement import Statement
 from oncely.transaction import Sessionmaker, alone, begin
 
@@ -69,41 +55,12 @@ class Failure:
     delay: timedelta | None
 
 
-@dataclass(slots=True)
-class _Memory:
-    """What one ledger knows about the table, good for the `ground` it was learnt on."""
-
-    ground: str = ""
-    floor: int = 0
-    first_claim: int = 0
-    detour: int = 0
-    detour_keys: frozenset[str] = frozenset()
-    # Positions seen by earlier claims, each with the transaction id of that claim, oldest first.
-    seen: deque[tuple[int, int]] = field(default_factory=deque)
-
-
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What the choosing statement saw beside the events: positions, and transaction ids."""
-
-    ground: str
-    first_claim: int
-    detoured: bool
-    first_ready: int | None
-    last_ready: int | None
-    lowest_claimed: int | None
-    first_passed: int | None
-    passed_keys: list[str] | None
-    oldest_running: int
-    transaction: int
-
-
 class Ledger:
     """The claims of one outbox. One per relay process; any number of them work side by side."""
 
     def __init__(self, events: Table, claims: Table, *, on_dead: OnDead) -> None:
         self._events = events
-        self._memory = _Memory()
+        self._floor = Floor()
         self._tried_first = False
         self._name = f"{socket.gethostname()}:{os.getpid()}"
         tables = {"outbox": events, "claims": claims}
@@ -150,24 +107,22 @@ class Ledger:
             expired = (await connection.execute(self._lock)).scalar_one()
             if expired:
                 await connection.execute(self._reap, {"limit": _REAPED_AT_ONCE})
-            memory = replace(self._memory)
+            keys_used = self._floor.detour_keys
             parameters = {
                 "token": token,
                 "claimed_by": self._name,
                 "lease": lease,
                 "limit": limit,
                 "tried_first": self._tried_first,
-                "ground": memory.ground,
-                "floor": memory.floor,
-                "first_claim": memory.first_claim,
-                "detour": memory.detour,
-                "detour_keys": list(memory.detour_keys),
+                **self._floor.parameters(),
             }
             rows = (await connection.execute(self._choose, parameters)).fetchall()
         if not rows:
             return None
         facts, *found = rows
-        self._learn(memory, _Facts(**decode_json(facts.topic)), trust_position=not expired)
+        self._floor = self._floor.after(
+            Facts(**decode_json(facts.topic)), keys_used=keys_used, trust_position=not expired
+        )
         # A tenth of the lease is kept for the settling, and for clocks that run at other speeds.
         return Claim(
             token=token,
@@ -213,36 +168,8 @@ class Ledger:
             held = (await connection.execute(self._renew, {"token": claim.token, "lease": lease})).scalar()
         return begun + lease.total_seconds() * 0.9 if held else None
 
-    def _learn(self, used: _Memory, facts: _Facts, *, trust_position: bool) -> None:
-        """Raise the floor, and move the detour, by what a claim has seen that started from `used`.
-
-        `trust_position` is False when the transaction had its id before the choosing statement took
-        its snapshot: then a writer with a higher id may have a place below what was seen.
-        """
-        if self._memory.ground != facts.ground:
-            self._memory, used = _Memory(ground=facts.ground), _Memory()
-        memory = self._memory
-        memory.first_claim = max(memory.first_claim, facts.first_claim)
-        if facts.first_ready is None or facts.last_ready is None:
-            return
-        settled = 0
-        while memory.seen and memory.seen[0][1] <= facts.oldest_running:
-            settled = memory.seen.popleft()[0]
-        if trust_position:
-            highest = memory.seen[-1][0] if memory.seen else 0
-            memory.seen.append((max(highest, facts.last_ready), facts.transaction))
-        beyond = min(settled, facts.first_ready, facts.lowest_claimed or facts.first_ready)
-        keys = frozenset(facts.passed_keys or ())
-        if facts.detoured:
-            keys |= used.detour_keys
-        else:
-            memory.floor = max(memory.floor, min(beyond, facts.first_passed or beyond))
-        if beyond > memory.floor and len(keys) <= _MOST_DETOUR_KEYS:
-            memory.detour, memory.detour_keys = beyond, keys
-
 
 _REAPED_AT_ONCE = 20
-_MOST_DETOUR_KEYS = 1_000
 
 # In a statement of its own, so that the next one sees what was committed while this one waited. A
 # claimer that stalls with the lock is ended by the server, so it cannot stop the others. A queue's

@@ -112,7 +112,7 @@ async def test_it_rises_while_nobody_writes(
     outbox: Outbox, sessions: Sessions, publish: RecordingPublisher
 ) -> None:
     await emit_and_relay(outbox, sessions, publish, "a", "b", "c", "d", "e")
-    assert outbox.ledger._memory.floor >= 3
+    assert outbox.ledger._floor.floor >= 3
 
 
 async def test_a_transaction_that_only_reads_does_not_hold_it(
@@ -121,7 +121,7 @@ async def test_a_transaction_that_only_reads_does_not_hold_it(
     async with engine.connect() as reader:
         await reader.execute(text("SELECT count(*) FROM outbox"))
         await emit_and_relay(outbox, sessions, publish, "a", "b", "c", "d", "e")
-        assert outbox.ledger._memory.floor >= 3
+        assert outbox.ledger._floor.floor >= 3
 
 
 @pytest.mark.parametrize("again", ["TRUNCATE outbox, outbox_claims RESTART IDENTITY", "drop and create"])
