@@ -113,15 +113,19 @@ class Event:
         key: str | None = None,
         created_at: datetime | None = None,
         attempt: int = 1,
+        payload: object = _UNREAD,
     ) -> Event:
-        """An event whose payload and headers are still text; they are decoded when they are read."""
+        """An event whose payload and headers are still text; they are decoded when they are read.
+
+        `payload` for who has decoded it already.
+        """
         event = cls.__new__(cls)  # field by field: this runs once per event of every batch
         event.id = id
         event.topic = topic
         event.key = key
         event.created_at = created_at
         event.attempt = attempt
-        event._payload = _UNREAD
+        event._payload = payload
         event._payload_json = payload_json
         event._headers = None if headers_json is None else _UNREAD
         event._headers_json = headers_json
