@@ -191,6 +191,7 @@ DELETE FROM {keys} WHERE scope = :scope AND key = :key AND response_code IS NULL
 _SETTLE = """
 UPDATE {keys}
 SET response_code = :status, response_headers = CAST(:headers AS jsonb),
-    response_body = :text, response_bytes = :bytes, expires_at = statement_timestamp() + :ttl
+    response_body = :text, response_bytes = :bytes,
+    expires_at = statement_timestamp() + CAST(:ttl AS interval)
 WHERE scope = :scope AND key = :key AND response_code IS NULL AND created_at = now()
 """

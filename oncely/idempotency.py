@@ -249,7 +249,8 @@ WITH expired AS MATERIALIZED (
     FOR UPDATE SKIP LOCKED
 ), old AS MATERIALIZED (
     SELECT ctid AS place FROM {keys}
-    WHERE expires_at IS NULL AND created_at < coalesce(:cutoff, statement_timestamp() - :age)
+    WHERE expires_at IS NULL
+      AND created_at < coalesce(CAST(:cutoff AS timestamptz), statement_timestamp() - CAST(:age AS interval))
     ORDER BY created_at LIMIT :limit - (SELECT count(*) FROM expired)
     FOR UPDATE SKIP LOCKED
 )
