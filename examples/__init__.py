@@ -1,0 +1,1 @@
+"""Applications that use oncely, to read and to run."""

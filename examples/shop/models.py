@@ -1,0 +1,42 @@
+"""The shop's tables, and oncely's beside them on the same MetaData: Alembic sees them all."""
+
+from __future__ import annotations
+
+from uuid import UUID, uuid4
+
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+
+from oncely import IdempotencyKeys, Inbox, Outbox
+
+__all__ = ["Base", "Order", "Seat", "inbox", "keys", "outbox"]
+
+
+class Base(DeclarativeBase):
+    """What the shop's tables have in common: their MetaData."""
+
+
+keys = IdempotencyKeys(Base.metadata)
+outbox = Outbox(Base.metadata)
+inbox = Inbox(Base.metadata)
+
+
+class Seat(Base):
+    """A seat, free or taken by one customer."""
+
+    __tablename__ = "seats"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    taken_by: Mapped[str | None]
+
+
+class Order(Base):
+    """A seat that was sold. No constraint forbids a second order or ticket: the demo counts them."""
+
+    __tablename__ = "orders"
+
+    id: Mapped[UUID] = mapped_column(primary_key=True, default=uuid4)
+    customer: Mapped[str]
+    seat: Mapped[str]
+    tickets: Mapped[int] = mapped_column(default=0)
+    deliveries: Mapped[int] = mapped_column(default=0)
+    failures: Mapped[int] = mapped_column(default=0)
