@@ -23,8 +23,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from time import monotonic
 
 from oncely.streams.desk import Desk
-from oncely.streams.entry import Entry
+from oncely.streams.entry import Entry, Stage
 from oncely.streams.faults import BROKER_ERRORS, is_outage
+from oncely.streams.wire import NotAnEvent, decode
 
 __all__ = ["Batch", "Lane", "lanes_of"]
 
@@ -37,9 +38,9 @@ logger = logging.getLogger("oncely.streams")
 def lanes_of(entries: Iterable[Entry]) -> list[Lane]:
     """One lane for each key, in the order given, and one for each entry that has none."""
     lanes: list[Lane] = []
-    by_key: dict[str, Lane] = {}
+    by_key: dict[bytes, Lane] = {}
     for entry in entries:
-        key = entry.event.key
+        key = entry.key
         if key is None:
             lanes.append([entry])
         elif key in by_key:
@@ -51,7 +52,7 @@ def lanes_of(entries: Iterable[Entry]) -> list[Lane]:
 
 
 class Batch:
-    """`renew_every` is in seconds; `stopping` is asked before each entry.
+    """`renew_every` is in seconds. Once `stop` is set no handler is called any more.
 
     `more` is awaited when places are empty and all lanes are begun; it returns further lanes, or
     None when there will be none. Entries of keys that are still running line up behind those.
@@ -64,18 +65,18 @@ class Batch:
         *,
         concurrency: int,
         renew_every: float,
-        stopping: Callable[[], bool],
+        stop: asyncio.Event,
         more: Callable[[], Awaitable[list[Lane] | None]] | None = None,
     ) -> None:
         self._desk = desk
         self._concurrency = concurrency
         self._renew_every = renew_every
         self._renew_at = monotonic() + renew_every
-        self._stopping = stopping
+        self._stop = stop
         self._more = more
         self._more_at = 0.0
         self._lanes: deque[Lane] = deque()
-        self._open_lanes: dict[str, Lane] = {}
+        self._open_lanes: dict[bytes, Lane] = {}
         self._entries: list[Entry] = []
         self._context = contextvars.copy_context()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -106,7 +107,7 @@ class Batch:
     def _add_lanes(self, lanes: Iterable[Lane]) -> None:
         for lane in lanes:
             self._entries += lane
-            key = lane[0].event.key
+            key = lane[0].key
             if key is not None:
                 running = self._open_lanes.get(key)
                 if running is not None:
@@ -127,65 +128,97 @@ class Batch:
             self._lanes.clear()
 
     async def _work(self) -> None:
-        alone = True
-        while self._lanes and self._outage is None and not self._stopping():
-            lane = self._lanes.popleft()
-            if alone and self._lanes and len(self._tasks) < self._concurrency:
-                alone = False
+        """One task: runs lanes until none is left. All that every entry needs is in this loop."""
+        lanes, desk, stop = self._lanes, self._desk, self._stop
+        handling, group, done, ok = desk.handling, desk.name, desk.done, desk.ok
+        find, around, timed = handling.routes.find, handling.around, handling.reports
+        begun, ended = Stage.BEGUN, Stage.ENDED
+        failure: BaseException
+        is_last, since = True, 0.0
+        while lanes and self._outage is None and not stop.is_set():
+            lane = lanes.popleft()
+            if is_last and lanes and len(self._tasks) < self._concurrency:
+                is_last = False
                 self._add_task()
-            await self._run_lane(lane)
-            if self._is_soiled():
-                if self._lanes:
-                    self._add_task()
-                return
+            for place, entry in enumerate(lane):  # the lane may grow meanwhile
+                if place and (stop.is_set() or self._outage is not None):
+                    return
+                if (not entry.counted or entry.gone is not None) and not await self._begin(lane, place):
+                    break
+                try:
+                    event = decode(entry.fields, entry.attempt, group)
+                except NotAnEvent as error:
+                    if await desk.refuse(entry, error):
+                        continue
+                    self._hold(lane, place)
+                    break
+                entry.stage = begun
+                if timed:
+                    since = monotonic()
+                try:
+                    if event is None:
+                        pass  # it is for another group
+                    elif around is None:
+                        for handler in find(event.topic):
+                            await handler(event)
+                    else:
+                        await handling.wrapped(event)
+                except asyncio.CancelledError as error:
+                    task = asyncio.current_task()
+                    if task is not None and task.cancelling():
+                        raise
+                    failure = error  # the handler's own, no reason for the worker to end
+                except Exception as error:  # noqa: BLE001  whatever a handler raises: its attempt has failed
+                    failure = error
+                else:
+                    entry.stage = ended
+                    done.append(entry.id)
+                    if timed and event is not None:
+                        ok.append((event, monotonic() - since))
+                    if contextvars.copy_context() != self._context:
+                        self._replace_task(lane, place)
+                        return
+                    continue
+                assert event is not None  # noqa: S101  something was called for it, and failed
+                if not await desk.failed(entry, event, failure, monotonic() - since if timed else 0.0):
+                    self._hold(lane, place)
+                    break
+                if contextvars.copy_context() != self._context:
+                    self._replace_task(lane, place)
+                    return
+            else:
+                if lane[0].key is not None:
+                    self._open_lanes.pop(lane[0].key, None)
 
-    async def _run_lane(self, lane: Lane) -> None:
-        desk, key = self._desk, lane[0].event.key
-        for place, entry in enumerate(lane):  # the lane may grow meanwhile
-            if place and self._stopping():
-                return
+    async def _begin(self, lane: Lane, place: int) -> bool:
+        """Counts the delivery of an entry that was taken over; False when it may not be handled."""
+        entry = lane[place]
+        if entry.gone is None:
             try:
-                mine = not entry.stolen and (entry.counted or await desk.begin(entry))
+                await self._desk.begin(entry)
             except BROKER_ERRORS as error:
                 self._outage = error
-                return
-            if not mine:
-                if entry.trimmed:
-                    continue
-                entry.open = False
-                self._hold(lane, place)
-                return
-            entry.begun = True
-            begun = monotonic()
-            failure: BaseException
-            try:
-                await desk.handling.handle(entry.event)
-            except asyncio.CancelledError as error:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    raise
-                failure = error  # the handler's own, no reason for the worker to end
-            except Exception as error:  # noqa: BLE001  whatever a handler raises is its attempt's failure
-                failure = error
-            else:
-                desk.ok(entry, monotonic() - begun)
-                if key is not None and place + 1 < len(lane) and self._is_soiled():
-                    self._lanes.appendleft(lane[place + 1 :])
-                    self._open_lanes[key] = self._lanes[0]
-                    return
-                continue
-            if not await desk.failed(entry, failure, monotonic() - begun):
-                self._hold(lane, place)
-                return
-        if key is not None:
-            self._open_lanes.pop(key, None)
+                return False
+        if entry.gone == "stolen":
+            entry.stage = Stage.ENDED
+            self._hold(lane, place)
+            return False
+        return True
 
-    def _is_soiled(self) -> bool:
-        """Whether a handler has left context variables behind in this task."""
-        return contextvars.copy_context() != self._context
+    def _replace_task(self, lane: Lane, place: int) -> None:
+        """A handler has left context variables behind: what comes next runs in another task."""
+        key, rest = lane[place].key, lane[place + 1 :]
+        if rest:
+            self._lanes.appendleft(rest)
+        if key is not None:
+            self._open_lanes.pop(key)
+            if rest:
+                self._open_lanes[key] = rest
+        if self._lanes:
+            self._add_task()
 
     def _hold(self, lane: Lane, place: int) -> None:
-        key = lane[place].event.key
+        key = lane[place].key
         if key is not None:
             self._open_lanes.pop(key, None)
             self._desk.held.hold(key, lane[place].id, lane[place + 1 :])
@@ -197,7 +230,7 @@ class Batch:
             now = monotonic()
             if now >= self._renew_at:
                 self._renew_at = now + self._renew_every
-                self._entries = [entry for entry in self._entries if entry.open]
+                self._entries = [entry for entry in self._entries if entry.stage is not Stage.ENDED]
                 await self._desk.renew(self._entries)
             if not self._lanes and now >= self._more_at and self._has_room():
                 await self._ask_for_more(now)
@@ -211,7 +244,7 @@ class Batch:
             self._more is not None
             and len(self._tasks) < self._concurrency
             and self._outage is None
-            and not self._stopping()
+            and not self._stop.is_set()
         )
 
     async def _ask_for_more(self, now: float) -> None:
@@ -220,6 +253,7 @@ class Batch:
         if lanes is None:
             self._more = None
         elif lanes:
+            self._entries = [entry for entry in self._entries if entry.stage is not Stage.ENDED]
             self._add_lanes(lanes)
             if self._lanes:
                 self._add_task()
@@ -231,7 +265,7 @@ class Batch:
         for task in self._tasks:
             task.cancel()
         try:
-            await self._desk.release(entry for entry in self._entries if entry.open and not entry.begun)
+            await self._desk.release(entry for entry in self._entries if entry.stage is Stage.WAITING)
             while self._tasks:
                 await asyncio.wait(self._tasks)
             await self._put_away()
@@ -240,6 +274,6 @@ class Batch:
 
     async def _put_away(self) -> None:
         await self._desk.flush()
-        left = [entry for entry in self._entries if entry.open]
+        left = [entry for entry in self._entries if entry.stage is not Stage.ENDED]
         if left:
             await self._desk.release(left)

@@ -111,9 +111,8 @@ class StreamConsumer:
             self._desk,
             retry_after=retry_after_ms / 1000,
             concurrency=lambda: self.concurrency,
-            stopping=lambda: self._stop is not None and self._stop.is_set(),
         )
-        self._stop: asyncio.Event | None = None
+        self._runs = False
         self._turn = asyncio.Lock()
 
     @overload
@@ -171,9 +170,10 @@ class StreamConsumer:
         """
         if count < 1:
             raise ValueError(f"count must be 1 or more, not {count}")
-        if self._stop is not None:
+        if self._runs:
             raise RuntimeError("this consumer runs already; make one consumer for each loop")
-        self._stop = stop if stop is not None else asyncio.Event()
+        self._runs = True
+        self._worker.stop = stop if stop is not None else asyncio.Event()
 
         async def tick() -> bool:
             begun = monotonic()
@@ -187,7 +187,7 @@ class StreamConsumer:
         try:
             await run_loop(
                 tick,
-                stop=self._stop,
+                stop=self._worker.stop,
                 idle=lull,
                 grace=grace,
                 backoff=backoff,
@@ -196,7 +196,8 @@ class StreamConsumer:
             )
         finally:
             await self._leave(grace)
-            self._stop = None
+            self._worker.stop = asyncio.Event()
+            self._runs = False
 
     async def trim(self, *, keep: int = 100_000, force: bool = False) -> Trimmed:
         """Remove the oldest entries of the stream until `keep` are left, and none that is needed.

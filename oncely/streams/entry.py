@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-from oncely.event import Event
-from oncely.streams.wire import Fields
+from enum import Enum
+from typing import Literal
 
-__all__ = ["Entry", "position"]
+from oncely.streams.wire import Fields, key_of
+
+__all__ = ["Entry", "Stage", "position"]
+
+
+class Stage(Enum):
+    """Where an entry is: its handler not called yet, called, or nothing is to be done any more."""
+
+    WAITING = "waiting"
+    BEGUN = "begun"
+    ENDED = "ended"
 
 
 class Entry:
-    """`attempt` is the count that Redis has once this delivery is counted.
+    """`attempt` is the count that Redis has once this delivery is counted, and `counted` tells
+    whether it is: that of a new entry by its reading, that of one taken over when its handler starts.
 
-    `counted` tells whether it is: a new entry's delivery is counted by reading it, that of one
-    taken over is counted when its handler starts. `begun` once its handler has started, `open`
-    until that has ended or the entry was given up.
-    `stolen` when another worker was seen to have it, `trimmed` when it is no more in the stream.
+    `key` is the event's, undecoded. The event itself is decoded when its turn comes: a batch would
+    else keep all of them at once, for Python's garbage collector to look through again and again.
+    `gone` when the entry was seen to be another worker's, or no more in the stream.
     """
 
-    __slots__ = ("attempt", "begun", "counted", "event", "fields", "id", "open", "stolen", "trimmed")
+    __slots__ = ("attempt", "counted", "fields", "gone", "id", "key", "stage")
 
-    def __init__(self, id: bytes, fields: Fields, event: Event, *, counted: bool) -> None:  # noqa: A002
+    gone: Literal["stolen", "trimmed"] | None
+
+    def __init__(self, id: bytes, fields: Fields, attempt: int, *, counted: bool) -> None:  # noqa: A002
         self.id = id
         self.fields = fields
-        self.event = event
-        self.attempt = event.attempt
+        self.key = key_of(fields)
+        self.attempt = attempt
         self.counted = counted
-        self.begun = False
-        self.open = True
-        self.stolen = False
-        self.trimmed = False
+        self.stage = Stage.WAITING
+        self.gone = None
 
     @property
     def position(self) -> tuple[int, int]:

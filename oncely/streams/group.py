@@ -7,7 +7,7 @@ before the first worker came (or before a flush was noticed) is passed over.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -23,14 +23,14 @@ from oncely.streams.scripts import (
     RELEASE,
     RENEW,
     RETIRE,
-    TAKE,
+    TAKE_OVER,
     Client,
     Script,
     execute,
 )
-from oncely.streams.wire import Fields, RawEntry
+from oncely.streams.wire import Fields, RawEntry, entries_in
 
-__all__ = ["Begun", "Group", "Taken", "Took"]
+__all__ = ["Begun", "Group", "Taken"]
 
 _CHUNK = 500  # ids in one call
 
@@ -53,13 +53,6 @@ class Begun(IntEnum):
     TRIMMED = -1
 
 
-class Took(NamedTuple):
-    """What one call of `take` got: what was due again or, when nothing was, what is new."""
-
-    over: list[Taken]
-    new: list[RawEntry]
-
-
 @dataclass
 class Group:
     """`due` is how long, in milliseconds, an entry delivered 0, 1, 2, … times has to be idle to be due."""
@@ -73,22 +66,26 @@ class Group:
     _from: str = field(default="-", init=False)
     _own_from: str | None = field(default="-", init=False)
 
-    async def take(self, count: int, *, over: bool, new: int) -> Took:
-        """Up to `count` entries that are due again; when there are none, up to `new` new ones.
+    async def read(self, count: int) -> list[RawEntry]:
+        """Up to `count` new entries, without waiting."""
+        group = ("GROUP", self.name, self.consumer)
+        command = ("XREADGROUP", *group, "COUNT", count, "STREAMS", self.stream, ">")
+        return entries_in(await self._when_made(lambda: execute(self.redis, *command)))
+
+    async def take_over(self, count: int) -> list[Taken]:
+        """Up to `count` entries that are due again, whose delivery is not counted yet.
 
         A worker's first calls take over what is pending under its own name, however young: that
         was an earlier life of it.
         """
-        if over and self._own_from is not None:
-            reply = await self._call(TAKE, self.consumer, count, self._own_from, self.consumer, 0, 0)
+        if self._own_from is not None:
+            reply = await self._call(TAKE_OVER, self.consumer, count, self._own_from, self.consumer, 0)
             self._own_from = None if reply[0] == b"-" else reply[0].decode()
             if reply[1]:
-                return Took([Taken(*entry) for entry in reply[1]], [])
-        from_ = self._from if over else ""
-        reply = await self._call(TAKE, self.consumer, count, from_, "", new, *self.due)
-        if over:
-            self._from = reply[0].decode()
-        return Took([Taken(*entry) for entry in reply[1]], [RawEntry(*entry) for entry in reply[2]])
+                return [Taken(*entry) for entry in reply[1]]
+        reply = await self._call(TAKE_OVER, self.consumer, count, self._from, "", *self.due)
+        self._from = reply[0].decode()
+        return [Taken(*entry) for entry in reply[1]]
 
     async def begin(self, entry_id: bytes, count: int) -> Begun:
         """Counts a delivery, if the entry is still this worker's."""
@@ -149,15 +146,18 @@ class Group:
         return self.due[min(count, len(self.due) - 1)]
 
     async def _call(self, script: Script, *arguments: str | bytes | int) -> Any:
-        """The script's answer; when the group is gone, it is made again and the script repeated."""
         keys = (self.stream, self.dead_letter_stream) if script is BURY else (self.stream,)
+        return await self._when_made(lambda: script.run(self.redis, keys, (self.name, *arguments)))
+
+    async def _when_made(self, command: Callable[[], Awaitable[Any]]) -> Any:
+        """The command's reply; when the group is gone, it is made again and the command repeated."""
         try:
-            return await script.run(self.redis, keys, (self.name, *arguments))
+            return await command()
         except ResponseError as error:
             if not is_lost_group(error):
                 if code_word(str(error)) == "WRONGTYPE":
-                    error.add_note(f"one of {keys} is a key that holds no stream")
+                    error.add_note(f"{self.stream!r} or {self.dead_letter_stream!r} holds no stream")
                 raise
         await self.make()
         logger.warning("made group %r of stream %r, which was not there", self.name, self.stream)
-        return await script.run(self.redis, keys, (self.name, *arguments))
+        return await command()

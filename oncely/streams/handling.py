@@ -38,16 +38,18 @@ class Handling:
     def __init__(self, around: Around | None, on_result: OnResult | None) -> None:
         self.routes = Routes()
         self.reports = on_result is not None
-        self._around = around
+        self.around = around
         self._on_result = on_result
 
-    async def handle(self, event: Event) -> None:
-        """Raises what a handler, or `around`, raises."""
-        if self._around is None:
+    async def wrapped(self, event: Event) -> None:
+        """Handles an event inside of `around`. Raises what a handler, or `around`, raises."""
+        assert self.around is not None  # noqa: S101  asked by the batch, which else calls the handlers itself
+
+        async def call() -> None:
             for handler in self.routes.find(event.topic):
                 await handler(event)
-        else:
-            await self._around(event, lambda: self._call_handlers(event))
+
+        await self.around(event, call)
 
     async def report(
         self, event: Event | None, result: Result, seconds: float = 0.0, error: BaseException | None = None
@@ -61,7 +63,3 @@ class Handling:
                 await answer
         except Exception:
             logger.exception("on_result failed on %r of %r", result, event)
-
-    async def _call_handlers(self, event: Event) -> None:
-        for handler in self.routes.find(event.topic):
-            await handler(event)

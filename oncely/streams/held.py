@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from oncely.streams.entry import Entry, position
+from oncely.streams.entry import Entry, Stage, position
 
 __all__ = ["HeldKeys"]
 
@@ -18,8 +18,8 @@ class HeldKeys:
     """Which keys are held, by which entries, and what waits behind them."""
 
     def __init__(self) -> None:
-        self._heads: dict[str, set[bytes]] = {}
-        self._followers: dict[str, dict[bytes, Entry]] = {}
+        self._heads: dict[bytes, set[bytes]] = {}
+        self._followers: dict[bytes, dict[bytes, Entry]] = {}
 
     @property
     def heads(self) -> list[bytes]:
@@ -54,7 +54,7 @@ class HeldKeys:
         """Whether any key is held."""
         return bool(self._heads or self._followers)
 
-    def hold(self, key: str, head: bytes, followers: Iterable[Entry]) -> None:
+    def hold(self, key: bytes, head: bytes, followers: Iterable[Entry]) -> None:
         """The entry `head` of this key has failed; `followers` come after it."""
         self._heads.setdefault(key, set()).add(head)
         for entry in followers:
@@ -65,7 +65,7 @@ class HeldKeys:
 
         A head that is tried again does not, nor what comes before every head.
         """
-        key = entry.event.key
+        key = entry.key
         if key is None or (key not in self._heads and key not in self._followers):
             return False
         heads = self._heads.get(key, set())
@@ -85,14 +85,14 @@ class HeldKeys:
     def stolen(self, ids: Iterable[bytes]) -> None:
         """Followers that another worker has by now: from here on the key waits for that one."""
         for entry in self.dropped(ids):
-            self._heads.setdefault(entry.event.key or "", set()).add(entry.id)
+            self._heads.setdefault(entry.key or b"", set()).add(entry.id)
 
     def dropped(self, ids: Iterable[bytes]) -> list[Entry]:
         """Lets followers go; returns those that were here."""
         gone = set(ids)
         found = [entry for entry in self.followers if entry.id in gone]
         for entry in found:
-            key = entry.event.key or ""
+            key = entry.key or b""
             del self._followers[key][entry.id]
             if not self._followers[key]:
                 del self._followers[key]
@@ -104,7 +104,7 @@ class HeldKeys:
         for key in [key for key in self._followers if key not in self._heads]:
             lane = sorted(self._followers.pop(key).values(), key=lambda entry: entry.position)
             for entry in lane:
-                entry.open = True
+                entry.stage = Stage.WAITING
             lanes.append(lane)
         return lanes
 
@@ -115,6 +115,6 @@ class HeldKeys:
         self._followers.clear()
         return waiting
 
-    def _follow(self, key: str, entry: Entry) -> None:
-        entry.open = False  # nobody's to handle until it is ready
+    def _follow(self, key: bytes, entry: Entry) -> None:
+        entry.stage = Stage.ENDED  # nobody's to handle until it is ready
         self._followers.setdefault(key, {})[entry.id] = entry

@@ -58,7 +58,7 @@ class Reader:
         if self._connection is None:
             self._connection = client.connection_pool.make_connection()  # type: ignore[no-untyped-call]
         await self._connection.connect()
-        await self._connection.send_command(*self._command(count, seconds))
+        await self._connection.send_command("XREADGROUP", *self._words(count, seconds))
         patience = seconds + _LATE
         begun = monotonic()
         reply = await self._connection.read_response(disable_decoding=True, timeout=patience)
@@ -71,11 +71,11 @@ class Reader:
         limit = client.connection_kwargs.get("socket_timeout")
         if limit:
             seconds = min(seconds, limit / 4)
-        return await execute(client, *self._command(count, seconds))
+        return await execute(client, "XREADGROUP", *self._words(count, seconds))
 
-    def _command(self, count: int, seconds: float) -> tuple[str | int, ...]:
+    def _words(self, count: int, seconds: float) -> tuple[str | int, ...]:
         group = self._group
         return (
-            *("XREADGROUP", "GROUP", group.name, group.consumer, "COUNT", count),
+            *("GROUP", group.name, group.consumer, "COUNT", count),
             *("BLOCK", max(1, int(seconds * 1000)), "STREAMS", group.stream, ">"),
         )

@@ -29,7 +29,7 @@ __all__ = [
     "RELEASE",
     "RENEW",
     "RETIRE",
-    "TAKE",
+    "TAKE_OVER",
     "Client",
     "Script",
     "execute",
@@ -58,17 +58,21 @@ class Script:
             return await execute(redis, "EVAL", self._text, *rest)
 
 
-async def execute(redis: Client, *words: str | bytes | int) -> Any:
-    """The raw reply to a command: bytes, not text, whatever the client's settings.
+async def execute(redis: Client, command: str, *words: str | bytes | int) -> Any:
+    """The raw reply to a command, as the server sent it, whatever the client's settings.
+
+    Nothing in it is decoded to text, and redis-py knows nothing to do with the reply to a command
+    whose name is bytes (on a cluster it needs the name to find the node, and the reply is parsed).
 
     A pool that has no connection free just now is waited for, as a blocking pool would: consumers
     and publishers that share a small one use it in turn.
     """
+    name = command if isinstance(redis, RedisCluster) else command.encode()
     patience = monotonic() + _POOL_PATIENCE
     while True:
         if _is_free(redis) or monotonic() >= patience:
             try:
-                return await redis.execute_command(*words, **{NEVER_DECODE: True})
+                return await redis.execute_command(name, *words, **{NEVER_DECODE: True})
             except ConnectionError:
                 if _is_free(redis) or monotonic() >= patience:
                     raise
@@ -82,22 +86,22 @@ def _is_free(redis: Client) -> bool:
 
 
 # Takes over entries that were delivered and not acknowledged for as long as their delivery count
-# asks; when there are none, reads new ones. XCLAIM … JUSTID does not count as a delivery; an entry
-# that was given back uncounted (0) is counted here, as a first delivery would be.
-# Arguments: group, consumer, how many at most, where to go on ('' to take nothing over), whose
-# ('' for anybody's), how many new ones, then the idle time asked for by counts 0, 1, 2, …
-# Returns where to go on, [id, count, fields] of what was taken over (fields nil: trimmed away, and
-# acknowledged here), [id, fields] of what is new. At most ten pages are looked through at a time.
-TAKE = Script("""
+# asks. XCLAIM … JUSTID does not count as a delivery; an entry that was given back uncounted (0) is
+# counted here, as a first delivery would be.
+# Arguments: group, consumer, how many at most, where to go on, whose ('' for anybody's), then the
+# idle time asked for by counts 0, 1, 2, …
+# Returns where to go on, and [id, count, fields] of what was taken over (fields nil: trimmed away,
+# and acknowledged here). At most ten pages are looked through at a time.
+TAKE_OVER = Script("""
 local stream, group, me = KEYS[1], ARGV[1], ARGV[2]
-local want, from, whose, new = tonumber(ARGV[3]), ARGV[4], ARGV[5], tonumber(ARGV[6])
+local want, from, whose = tonumber(ARGV[3]), ARGV[4], ARGV[5]
 local taken, pages = {}, 0
-while from ~= '' and #taken < want and pages < 10 do
+while #taken < want and pages < 10 do
   local page
   if whose == '' then
-    page = redis.pcall('XPENDING', stream, group, 'IDLE', ARGV[7], from, '+', 100)
+    page = redis.pcall('XPENDING', stream, group, 'IDLE', ARGV[6], from, '+', 100)
   else
-    page = redis.pcall('XPENDING', stream, group, 'IDLE', ARGV[7], from, '+', 100, whose)
+    page = redis.pcall('XPENDING', stream, group, 'IDLE', ARGV[6], from, '+', 100, whose)
   end
   if page.err then return page end
   pages = pages + 1
@@ -107,7 +111,7 @@ while from ~= '' and #taken < want and pages < 10 do
     local id, idle, count = pending[1], pending[3], pending[4]
     seen = seen + 1
     from = '(' .. id
-    if idle >= tonumber(ARGV[math.min(7 + count, #ARGV)]) then
+    if idle >= tonumber(ARGV[math.min(6 + count, #ARGV)]) then
       if count == 0 then
         redis.call('XCLAIM', stream, group, me, 0, id, 'RETRYCOUNT', 1, 'JUSTID')
       else
@@ -127,15 +131,7 @@ while from ~= '' and #taken < want and pages < 10 do
     break
   end
 end
-local read = {}
-if #taken == 0 and new > 0 then
-  local reply = redis.pcall('XREADGROUP', 'GROUP', group, me, 'COUNT', new, 'STREAMS', stream, '>')
-  if reply then
-    if reply.err then return reply end
-    read = reply[1][2]
-  end
-end
-return {from, taken, read}
+return {from, taken}
 """)
 
 # Counts a delivery just before its handler starts, if the entry is still mine.

@@ -17,24 +17,22 @@ Fields of other names are ignored. Everything is read as bytes, whatever the cli
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple, TypeAlias
-from uuid import UUID
+from json import JSONDecoder
+from typing import Any, TypeAlias
+from uuid import UUID, SafeUUID
 
-from oncely.event import Event
+from oncely.event import Event, decode_json
 
-__all__ = ["Fields", "NotAnEvent", "RawEntry", "decode", "encode", "entries_in"]
+__all__ = ["Fields", "NotAnEvent", "RawEntry", "decode", "encode", "entries_in", "key_of"]
 
 Fields: TypeAlias = Sequence[bytes]
 """An entry's names and values in turn, as Redis keeps them."""
 
 
-class RawEntry(NamedTuple):
-    """An entry as it was read. `fields` is None when the entry was trimmed away."""
-
-    id: bytes
-    fields: Fields | None
+RawEntry: TypeAlias = tuple[bytes, Fields | None]
+"""An entry as it was read: its id and its fields, or None when they were trimmed away."""
 
 
 class NotAnEvent(ValueError):
@@ -67,21 +65,23 @@ def decode(fields: Fields, attempt: int, group: bytes) -> Event | None:
     NotAnEvent tells what is wrong.
     """
     each = iter(fields)
-    given = dict(zip(each, each, strict=False))
-    if given.get(b"group", group) != group:
+    given = dict(zip(each, each))  # noqa: B905  asking for `strict` takes as long as the rest
+    get = given.get
+    if get(b"group", group) != group:
         return None
     try:
-        key, headers, created_at = given.get(b"key"), given.get(b"headers"), given.get(b"created_at")
+        key, headers, created_at = get(b"key"), get(b"headers"), get(b"created_at")
+        payload_json = given[b"payload"].decode()
         event = Event.from_json(
-            UUID(given[b"id"].decode()),
+            _uuid(given[b"id"]),
             given[b"topic"].decode(),
-            given[b"payload"].decode(),
+            payload_json,
             None if headers is None else headers.decode(),
             None if key is None else key.decode(),
             None if created_at is None else datetime.fromisoformat(created_at.decode()),
             attempt,
+            _json(payload_json),
         )
-        event.payload  # noqa: B018  decodes it now: what is not JSON shall fail here
         if headers is not None and not isinstance(event.headers, dict):
             raise NotAnEvent("headers: not an object")
     except NotAnEvent:
@@ -93,6 +93,38 @@ def decode(fields: Fields, attempt: int, group: bytes) -> Event | None:
     return event
 
 
+def _uuid(text: bytes) -> UUID:
+    """UUID(text) in less than half the time: its constructor weighs five ways to be called first."""
+    digits = bytes.fromhex(text.replace(b"-", b"").decode())
+    if len(digits) != 16:
+        raise NotAnEvent("id: not a UUID")
+    made = object.__new__(UUID)
+    object.__setattr__(made, "int", int.from_bytes(digits))
+    object.__setattr__(made, "is_safe", SafeUUID.unknown)
+    return made
+
+
+def _json(text: str) -> Any:
+    """The values of a JSON text. Nothing stands around those that a publisher passed on."""
+    value, end = _DECODER.raw_decode(text)
+    return value if end == len(text) else decode_json(text)
+
+
+_DECODER = JSONDecoder()
+
+
+def key_of(fields: Fields) -> bytes | None:
+    """An entry's key as it is on the wire, found without looking at the rest."""
+    if b"key" not in fields:
+        return None
+    at = fields.index(b"key")
+    while at % 2:  # that was a value
+        if b"key" not in fields[at + 1 :]:
+            return None
+        at = fields.index(b"key", at + 1)
+    return fields[at + 1]
+
+
 def entries_in(reply: Any) -> list[RawEntry]:
     """The entries in the reply of XREADGROUP on one stream, in any of the shapes clients give it.
 
@@ -102,15 +134,13 @@ def entries_in(reply: Any) -> list[RawEntry]:
     """
     if not reply:
         return []
-    found: Iterable[Any]
-    found = next(iter(reply.values())) if isinstance(reply, Mapping) else reply[0][1]
-    found = list(found)
-    if found and found[0] and isinstance(found[0][0], (list, tuple)):
+    found: list[Any] = next(iter(reply.values())) if isinstance(reply, Mapping) else reply[0][1]
+    if found and isinstance(found[0][0], (list, tuple)):
         found = found[0]
-    return [RawEntry(entry[0], _flat(entry[1])) for entry in found]
+    if found and isinstance(found[0][1], Mapping):
+        return [(entry_id, _flat(fields)) for entry_id, fields in found]
+    return found
 
 
-def _flat(fields: Any) -> Fields | None:
-    if isinstance(fields, Mapping):
-        return [part for pair in fields.items() for part in pair]
-    return fields  # type: ignore[no-any-return]  # a list of names and values, or None
+def _flat(fields: Mapping[bytes, bytes] | None) -> Fields | None:
+    return None if fields is None else [part for pair in fields.items() for part in pair]

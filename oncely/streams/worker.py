@@ -11,17 +11,18 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from oncely.streams.batch import Batch, Lane, lanes_of
 from oncely.streams.desk import Desk
 from oncely.streams.entry import Entry
-from oncely.streams.group import Taken, Took
+from oncely.streams.group import Taken
 from oncely.streams.reader import Reader
 from oncely.streams.wire import RawEntry
 
 __all__ = ["Worker"]
 
+_Got = TypeVar("_Got")
 _MOST_HELD = 10_000  # entries behind failed ones; with so many, nothing new is read
 _STALE = 10  # times retry_after: so long a worker's name may be silent
 
@@ -29,17 +30,15 @@ logger = logging.getLogger("oncely.streams")
 
 
 class Worker:
-    """`concurrency` is asked anew for each batch; `stopping` before whatever is begun."""
+    """`concurrency` is asked anew for each batch. Once `stop` is set nothing more is begun."""
 
-    def __init__(
-        self, desk: Desk, *, retry_after: float, concurrency: Callable[[], int], stopping: Callable[[], bool]
-    ) -> None:
+    def __init__(self, desk: Desk, *, retry_after: float, concurrency: Callable[[], int]) -> None:
+        self.stop = asyncio.Event()
         self._desk = desk
         self._group = desk.group
         self._reader = Reader(desk.group)
         self._retry_after = retry_after  # seconds
         self._concurrency = concurrency
-        self._stopping = stopping
         self._taken: list[Taken] = []  # taken over while others ran: they are the next turn's
         self._look_at = 0.0
         self._reap_at = 0.0
@@ -54,24 +53,22 @@ class Worker:
         await desk.flush()
         await desk.check_heads()
         await self._reap()
-        took = await self._take(count, over=not running or self._looks())
-        found = bool(took.over)
-        if took.over:
+        taken = await self._take_over(count) if not running or self._looks() else []
+        if taken:
             self._look_at = 0.0  # there may be more
-            await self._run_again(await self._open_taken(took.over))
+            await self._run_again(await self._open_taken(taken))
             await desk.check_heads()
-            left = count - len(took.over)
-            took = await self._take(left, over=False) if left > 0 else Took([], [])
-        elif not took.new and not desk.held.ready:
-            took = await self._wait(count, until - monotonic())
-        lanes = desk.held.pop_ready() + self._lanes(await self._open_new(took.new))
+        raw = await self._read(count - len(taken))
+        if not raw and not taken and not desk.held.ready:
+            raw = await self._wait(count, until - monotonic())
+        lanes = desk.held.pop_ready() + self._lanes(_new(raw))
         await self._run(lanes, self._concurrency(), (lambda: self._more(count)) if running else None)
-        return found or bool(took.new or lanes)
+        return bool(taken or raw or lanes)
 
     async def leave(self) -> None:
         """Gives back what is held and not handled, and takes this worker's name out of the group."""
         taken, self._taken = self._taken, []
-        await self._group.release([(entry.id, entry.deliveries) for entry in taken])
+        await self._group.release(map(_as_it_was, taken))
         await self._desk.release(self._desk.held.clear())
         await self._desk.flush()
         await self._group.retire()
@@ -87,29 +84,35 @@ class Worker:
             return True
         return False
 
-    async def _take(self, count: int, *, over: bool) -> Took:
+    async def _take_over(self, count: int) -> list[Taken]:
         if self._taken:
             taken, self._taken = self._taken, []
-            return Took(taken, [])
-        room = 0 if self._stopping() or self._desk.held.waiting >= _MOST_HELD else count
-        return await self._unbroken(self._group.take(count, over=over, new=room))
+            return taken
+        return await self._unbroken(self._group.take_over(count), _as_it_was)
 
-    async def _wait(self, count: int, seconds: float) -> Took:
-        if seconds <= 0 or self._stopping() or self._desk.held.waiting >= _MOST_HELD:
-            return Took([], [])
+    async def _read(self, count: int) -> list[RawEntry]:
+        if count <= 0 or not self._reads():
+            return []
+        return await self._unbroken(self._group.read(count), _unread)
 
-        async def read() -> Took:
-            return Took([], await self._reader.read(count, min(seconds, self._retry_after)))
+    async def _wait(self, count: int, seconds: float) -> list[RawEntry]:
+        if seconds <= 0 or not self._reads():
+            return []
+        return await self._unbroken(self._reader.read(count, min(seconds, self._retry_after)), _unread)
 
-        return await self._unbroken(read())
+    def _reads(self) -> bool:
+        return not self.stop.is_set() and self._desk.held.waiting < _MOST_HELD
 
     async def _more(self, count: int) -> list[Lane] | None:
         """Lanes for a batch that has places free; None when something is due that must run alone."""
-        took = await self._take(count, over=self._looks())
-        if took.over:
-            self._taken = took.over
-            return None
-        return self._lanes(await self._open_new(took.new))
+        if self._looks():
+            await self._desk.check_heads()
+            await self._reap()
+            self._taken = await self._take_over(count)
+            if self._taken:
+                return None
+        raw = await self._read(count)
+        return self._desk.held.pop_ready() + self._lanes(_new(raw))
 
     async def _run_again(self, entries: list[Entry]) -> None:
         """Runs what was delivered before, one at a time; those delivered least often go first, so
@@ -131,14 +134,7 @@ class Worker:
         try:
             return await self._desk.open_taken(taken)
         except asyncio.CancelledError:
-            await self._group.release([(entry.id, entry.deliveries) for entry in taken])
-            raise
-
-    async def _open_new(self, raw: list[RawEntry]) -> list[Entry]:
-        try:
-            return await self._desk.open_new(raw)
-        except asyncio.CancelledError:
-            await self._group.release([(entry.id, 0) for entry in raw])
+            await self._group.release(map(_as_it_was, taken))
             raise
 
     def _lanes(self, entries: Iterable[Entry]) -> list[Lane]:
@@ -156,7 +152,7 @@ class Worker:
             lanes,
             concurrency=concurrency,
             renew_every=self._retry_after / 3,
-            stopping=self._stopping,
+            stop=self.stop,
             more=more,
         )
         await batch.run()
@@ -170,18 +166,31 @@ class Worker:
         if reaped:
             logger.info("removed %d names of workers that are gone", len(reaped))
 
-    async def _unbroken(self, taking: Coroutine[Any, Any, Took]) -> Took:
-        """What was taken. It is not broken off: entries taken in that moment would be nobody's.
+    async def _unbroken(
+        self, getting: Coroutine[Any, Any, list[_Got]], back: Callable[[_Got], tuple[bytes, int]]
+    ) -> list[_Got]:
+        """What was got. It is not broken off: entries given in that moment would be nobody's.
 
-        Who cancels waits for its end, and what was taken is given back.
+        Who cancels waits for its end, and what was got is given back: `back` tells each one's id
+        and the count it had.
         """
-        task = asyncio.ensure_future(taking)
+        task = asyncio.ensure_future(getting)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             await asyncio.wait({task})
             if not task.cancelled() and task.exception() is None:
-                took = task.result()
-                back = [(entry.id, entry.deliveries) for entry in took.over]
-                await self._group.release(back + [(entry.id, 0) for entry in took.new])
+                await self._group.release(map(back, task.result()))
             raise
+
+
+def _new(raw: list[RawEntry]) -> list[Entry]:
+    return [Entry(entry_id, fields or (), 1, counted=True) for entry_id, fields in raw]
+
+
+def _unread(entry: RawEntry) -> tuple[bytes, int]:
+    return entry[0], 0
+
+
+def _as_it_was(entry: Taken) -> tuple[bytes, int]:
+    return entry.id, entry.deliveries

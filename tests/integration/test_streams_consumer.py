@@ -144,8 +144,8 @@ async def test_an_entry_that_is_no_event_is_a_dead_letter_at_once(redis: Redis, 
     assert [result for _, result in handler.results].count("dead") == 7
     letters = await entries(redis, consumer.dead_letter_stream)
     assert [letter[b"error"].split(b":")[0] for letter in letters] == [b"NotAnEvent"] * 7
-    assert letters[0][b"hello"] == b"world"
-    assert letters[5][b"\xff"] == b"\xfe"
+    assert [letter[b"hello"] for letter in letters if b"hello" in letter] == [b"world"]
+    assert [letter[b"\xff"] for letter in letters if b"\xff" in letter] == [b"\xfe"]
     assert await pending(consumer, redis) == []
 
 
@@ -307,8 +307,8 @@ async def test_a_dead_worker_costs_nobody_more_than_one_attempt(redis: Redis, st
     for _ in range(10):
         dying = consumer_of(redis, stream, handler)
         await asyncio.sleep(0.021)
-        took = await dying._group.take(50, over=True, new=50)
-        assert [entry.deliveries for entry in took.over] == [1, 1, 1]
+        taken = await dying._group.take_over(50)
+        assert [entry.deliveries for entry in taken] == [1, 1, 1]
     consumer = consumer_of(redis, stream, handler)
     await until(lambda: handled(consumer, handler, 3))
     assert handler.attempts == [("a", 2), ("b", 2), ("c", 2)]

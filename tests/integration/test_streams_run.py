@@ -509,4 +509,4 @@ async def one_name(redis: Redis, stream: str) -> bool:
 
 
 async def noticed(caplog: pytest.LogCaptureFixture) -> bool:
-    return any("no longer this worker's" in record.getMessage() for record in caplog.records)
+    return any("was stolen" in record.getMessage() for record in caplog.records)
