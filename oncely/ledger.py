@@ -48,10 +48,13 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How one event's try ended: tried again after `delay`, or dead when there is none."""
+    """How one event's try ended: tried again after `delay`, or dead when there is none.
+
+    `error` None: there was no try. It is not counted, and the event's last error stays.
+    """
 
     event_id: UUID
-    error: str
+    error: str | None
     delay: timedelta | None
 
 
@@ -96,6 +99,7 @@ class Ledger:
             },
         )
         self._release = Statement(_RELEASE, tables, {"token": Uuid})
+        self._marked = Statement(_MARKED, tables, {"ids": ARRAY(Uuid)})
         self._renew = Statement(_RENEW, tables, {"token": Uuid, "lease": Interval})
 
     async def claim(self, sessionmaker: Sessionmaker, *, limit: int, lease: timedelta) -> Claim | None:
@@ -161,6 +165,11 @@ class Ledger:
         async with alone(sessionmaker, self._events) as connection:
             return bool((await connection.execute(self._release, {"token": claim.token})).scalar())
 
+    async def marked(self, sessionmaker: Sessionmaker, ids: Sequence[UUID]) -> bool:
+        """Whether all of these, and at least one, are published: for whoever saw no answer to a settling."""
+        async with alone(sessionmaker, self._events) as connection:
+            return bool((await connection.execute(self._marked, {"ids": list(ids)})).scalar_one())
+
     async def renew(self, sessionmaker: Sessionmaker, claim: Claim, *, lease: timedelta) -> float | None:
         """Hold the claim for `lease` from now: its new deadline, or None when it was lost."""
         begun = time.monotonic()
@@ -188,13 +197,13 @@ FROM pg_advisory_xact_lock(1869505381, '{claims}'::regclass::oid::int4),
 # events; a claim of one that expired has had its try.
 _REAP = """
 WITH expired AS MATERIALIZED (
-    SELECT number, event_ids FROM {claims}
+    SELECT number, event_ids, claimed_by FROM {claims}
     WHERE expires_at <= statement_timestamp()
     ORDER BY number LIMIT :limit
     FOR UPDATE SKIP LOCKED
 ),
 covered AS MATERIALIZED (
-    SELECT number, unnest(event_ids) AS id, cardinality(event_ids) AS size FROM expired
+    SELECT number, unnest(event_ids) AS id, cardinality(event_ids) AS size, claimed_by FROM expired
 ),
 open AS MATERIALIZED (
     SELECT id FROM {outbox}
@@ -215,6 +224,7 @@ ended AS (
 )
 UPDATE {outbox} AS event
 SET attempts = CASE WHEN covered.size = 1 THEN event.attempts + 1 ELSE greatest(event.attempts, 1) END,
+    last_error = 'ClaimExpired: ' || covered.claimed_by || ' did not come back in time',
     due_at = statement_timestamp()
 FROM covered
 WHERE event.id = covered.id AND event.id = ANY (ARRAY(SELECT id FROM obtained))
@@ -365,7 +375,8 @@ marked AS (
 ),
 failed AS (
     UPDATE {outbox} AS event
-    SET attempts = event.attempts + 1, last_error = failure.error,
+    SET attempts = event.attempts + (failure.error IS NOT NULL)::int,
+        last_error = coalesce(failure.error, event.last_error),
         due_at = statement_timestamp() + failure.delay,
         dead_at = CASE WHEN failure.delay IS NULL THEN statement_timestamp() END
     FROM unnest(:failed, :errors, :delays) AS failure (id, error, delay)
@@ -376,6 +387,10 @@ SELECT EXISTS (SELECT FROM ended)
 
 _RELEASE = """
 DELETE FROM {claims} WHERE token = :token RETURNING true
+"""
+
+_MARKED = """
+SELECT coalesce(bool_and(published_at IS NOT NULL), false) FROM {outbox} WHERE id = ANY (:ids)
 """
 
 _RENEW = """

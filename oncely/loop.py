@@ -16,9 +16,12 @@ from typing import Any, TypeVar
 
 from oncely.backoff import Backoff
 
-__all__ = ["complete", "run_loop", "wait_for_either"]
+__all__ = ["complete", "run_loop", "wait_for_either", "within"]
 
 _T = TypeVar("_T")
+
+_INSISTENCE = 0.5
+"""Seconds from one cancellation to the next."""
 
 
 async def run_loop(
@@ -42,7 +45,7 @@ async def run_loop(
     failures = 0
     while not stop.is_set():
         try:
-            more = await _within(tick(), stop, grace)
+            more = await _until_stopped(tick(), stop, grace)
         except Exception as error:
             if not is_outage(error):
                 raise
@@ -101,7 +104,29 @@ async def complete(
         raise
 
 
-async def _within(work: Coroutine[Any, Any, bool], stop: asyncio.Event, grace: timedelta) -> bool:
+async def within(work: Coroutine[Any, Any, _T], limit: timedelta) -> _T:
+    """The result of `work`, or TimeoutError when it takes longer than `limit`.
+
+    For calls to a server that may have vanished without a word. A driver that is cancelled would first
+    tell that server, and wait for an answer; so it is cancelled again and again until it lets go.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=limit.total_seconds())
+        if task.done():
+            return task.result()
+    finally:
+        while not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=_INSISTENCE)
+            if task.done() and not task.cancelled():
+                task.exception()  # seen, or asyncio would complain that nobody looked
+    if not task.cancelled():
+        return task.result()  # it ended in the very moment
+    raise TimeoutError(f"no answer within {limit}")
+
+
+async def _until_stopped(work: Coroutine[Any, Any, bool], stop: asyncio.Event, grace: timedelta) -> bool:
     """The result of `work`; it is cancelled when it still runs `grace` after the stop."""
     task = asyncio.ensure_future(work)
     stopping = asyncio.ensure_future(stop.wait())

@@ -19,7 +19,7 @@ from sqlalchemy.types import TypeEngine
 
 from oncely.backoff import Backoff
 from oncely.loop import run_loop
-from oncely.transaction import Sessionmaker, is_unavailable
+from oncely.transaction import Sessionmaker, is_passing
 
 __all__ = ["CUTOFF", "Prunable", "Retention", "cutoff_parameters", "delete_in_batches"]
 
@@ -88,17 +88,17 @@ class Retention:
             idle=lambda: asyncio.sleep(self.interval.total_seconds()),
             grace=self.grace,
             backoff=self.outage,
-            is_outage=is_unavailable,
+            is_outage=is_passing,
             on_outage=lambda error, delay: _log.warning("database down, next try in %s: %r", delay, error),
         )
 
     async def run_once(self) -> dict[str, int]:
-        """One batch of each, in a transaction of its own; how many rows went, by table name."""
+        """One batch of each, in a transaction of its own; how many rows went, by the table's full name."""
         deleted = {}
         for prunable, age in self.keep.items():
             async with self.sessionmaker() as session, session.begin():
                 count = await prunable.prune(session, older_than=age, limit=self.batch)
-            deleted[prunable.table.name] = count
+            deleted[prunable.table.fullname] = count
         return deleted
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "alone",
     "begin",
     "execute",
+    "is_passing",
     "is_retryable",
     "is_unavailable",
     "join",
@@ -131,6 +132,20 @@ def is_unavailable(error: BaseException) -> bool:
     return isinstance(error, (InterfaceError, OperationalError)) and not sqlstates(error)
 
 
+def is_passing(error: BaseException) -> bool:
+    """Whether a worker should wait and try again: it may go better later, with nothing changed by anybody.
+
+    True for what `is_retryable` and `is_unavailable` say, for a statement that was cancelled or waited
+    too long for a lock, for a server without resources or with a failing disk, and for a standby: after
+    a failover a connection may lead to one.
+    """
+    return (
+        is_unavailable(error)
+        or is_retryable(error)
+        or any(code[:2] in ("53", "58") or code in _PASSING for code in sqlstates(error))
+    )
+
+
 def sqlstates(error: BaseException) -> list[str]:
     """PostgreSQL's codes for this error and its causes, the error's own first."""
     found: list[str] = []
@@ -151,3 +166,5 @@ def sqlstates(error: BaseException) -> list[str]:
 _ENDED_FOR_OTHERS = frozenset({"40001", "40P01"})
 # Ended by an operator, a crash or a timeout while idle; starting or stopping; no connection left.
 _NOT_THERE = frozenset({"57P01", "57P02", "57P03", "57P05", "25P03", "53300"})
+# Cancelled; a lock not obtained in time; read-only; a plan that a migration has made obsolete.
+_PASSING = frozenset({"57014", "55P03", "25006", "0A000"})

@@ -12,27 +12,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Connection, Engine, Pool, Table, event
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, async_scoped_session, create_async_engine
+from sqlalchemy import Pool, Table, event
+from sqlalchemy.ext.asyncio import AsyncConnection, async_scoped_session, create_async_engine
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import NullPool
+from sqlalchemy.util import greenlet_spawn
 
 from oncely.backoff import Backoff
+from oncely.loop import within
 from oncely.statement import Statement
-from oncely.transaction import Caller, Sessionmaker
+from oncely.transaction import Caller, Sessionmaker, alone
 
 __all__ = ["WINDOW", "Wakeup"]
 
 WINDOW = timedelta(milliseconds=10)
 
-_KEEPALIVE = 5.0
-_SILENCE = 2.0
+_PATIENCE = timedelta(seconds=2)
 _PENDING = "oncely.wakeup"
 _log = logging.getLogger(__name__)
 
@@ -64,29 +65,35 @@ class Wakeup:
             connection.execute(self._notify)
 
     async def listen(
-        self, sessionmaker: Sessionmaker, wake: Callable[[], object], *, url: str | None, backoff: Backoff
+        self,
+        sessionmaker: Sessionmaker,
+        wake: Callable[[], object],
+        *,
+        url: str | None,
+        backoff: Backoff,
+        keepalive: timedelta = timedelta(seconds=5),
     ) -> None:
         """Call `wake` at every notification, until cancelled.
 
         `url` is where to listen when the sessionmaker's engine reaches the server through a pooler.
-        The connection is one of its own. It is tried every few seconds, so that a dead one is
-        noticed, and made again when it is lost; `wake` is called then too.
+        The connection is one of its own. Every `keepalive` it is asked for an answer, so that one whose
+        other end has vanished is noticed. It is made again when it is lost; `wake` is called then too.
         """
         failures = 0
+
+        def heard(*_: object) -> None:
+            nonlocal failures
+            failures = 0
+            wake()
+
         while True:
             try:
-                async with self._connection(sessionmaker, url) as connection:
-                    channel = str((await connection.execute(self._channel)).scalar_one())
-                    await connection.rollback()
-                    adapter: Any = (await connection.get_raw_connection()).dbapi_connection
-                    driver = adapter.driver_connection
-                    if connection.dialect.driver == "psycopg":
-                        await _hear_on_psycopg(driver, channel, wake)
-                    else:
-                        await _hear_on_asyncpg(driver, channel, wake)
+                channel = await within(self._find_channel(sessionmaker), _PATIENCE * 5)
+                async with self._connection(sessionmaker, url) as (driver, hear):
+                    await hear(driver, channel, heard, keepalive)
             except Exception as error:  # noqa: BLE001  the drivers' errors have no common root; polling goes on
                 failures += 1
-                delay = backoff.delay(min(failures, 20))
+                delay = backoff.delay(failures)
                 _log.warning("not listening on %s for %s: %r", self._events.fullname, delay, error)
                 await asyncio.sleep(delay.total_seconds())
 
@@ -97,53 +104,65 @@ class Wakeup:
         self._notified[pool] = now
         return True
 
+    async def _find_channel(self, sessionmaker: Sessionmaker) -> str:
+        async with alone(sessionmaker, self._events) as connection:
+            return str((await connection.execute(self._channel)).scalar_one())
+
     @asynccontextmanager
     async def _connection(
         self, sessionmaker: Sessionmaker, url: str | None
-    ) -> AsyncIterator[AsyncConnection]:
-        """A connection outside the pool, closed for good at the end."""
+    ) -> AsyncIterator[tuple[Any, _Hear]]:
+        """A driver's connection that takes no place in the application's pool, and how to hear on it."""
         if url is not None:
-            engine = create_async_engine(url, poolclass=NullPool)
+            engine = create_async_engine(url, poolclass=NullPool).sync_engine
         else:
             async with sessionmaker() as session:
-                bind: Engine | Connection = session.sync_session.get_bind(clause=self._events)
-                engine = AsyncEngine(bind.engine)
-        async with engine.connect() as connection:
-            if url is None:
-                assert connection.sync_connection is not None  # noqa: S101  it is started
-                connection.sync_connection.detach()
-            yield connection
-        if url is not None:
-            await engine.dispose()
+                engine = session.sync_session.get_bind(clause=self._events).engine
+        pool = engine.pool.recreate()
+        connection = await within(greenlet_spawn(pool.connect), _PATIENCE * 5)
+        try:
+            hear = _hear_on_psycopg if engine.dialect.driver == "psycopg" else _hear_on_asyncpg
+            yield connection.driver_connection, hear
+        finally:
+            # Closing it in the usual way would wait for ever for a server that has vanished.
+            await greenlet_spawn(connection.invalidate)
 
 
 def _announce_pending(session: Session) -> None:
     if _PENDING in session.info and session.get_nested_transaction() is None:
         for wakeup in session.info.pop(_PENDING):
-            wakeup.announce_commit(session)
+            if not session.twophase:  # PostgreSQL prepares no transaction with a NOTIFY in it
+                wakeup.announce_commit(session)
 
 
-async def _hear_on_asyncpg(driver: Any, channel: str, wake: Callable[[], object]) -> None:
+_Hear: TypeAlias = Callable[[Any, str, Callable[..., object], timedelta], Awaitable[None]]
+
+
+async def _hear_on_asyncpg(
+    driver: Any, channel: str, heard: Callable[..., object], keepalive: timedelta
+) -> None:
     ended = asyncio.Event()
     driver.add_termination_listener(lambda _: ended.set())
-    await driver.add_listener(channel, lambda *_: wake())
-    wake()  # for what was announced while nobody listened
+    await within(driver.add_listener(channel, heard), _PATIENCE)
+    heard()  # for what was announced while nobody listened
     while not ended.is_set():
         try:
-            await asyncio.wait_for(ended.wait(), _KEEPALIVE)
+            await asyncio.wait_for(ended.wait(), keepalive.total_seconds())
         except TimeoutError:
-            await asyncio.wait_for(driver.fetchval("SELECT 1"), _SILENCE)
+            await within(driver.fetchval("SELECT 1"), _PATIENCE)
     raise ConnectionError("the listening connection was closed")
 
 
-async def _hear_on_psycopg(driver: Any, channel: str, wake: Callable[[], object]) -> None:
+async def _hear_on_psycopg(
+    driver: Any, channel: str, heard: Callable[..., object], keepalive: timedelta
+) -> None:
     await driver.set_autocommit(True)
-    await driver.execute(f"LISTEN {channel}")
-    wake()
+    await within(driver.execute(f"LISTEN {channel}"), _PATIENCE)
+    heard()
     while True:
-        async for _ in driver.notifies(timeout=_KEEPALIVE):
-            wake()
-        await asyncio.wait_for(driver.execute("SELECT 1"), _SILENCE)
+        async for _ in driver.notifies(timeout=keepalive.total_seconds()):
+            heard()
+        await within(driver.execute("SELECT 1"), _PATIENCE)
 
 
 _CHANNEL = "SELECT 'oncely_' || '{outbox}'::regclass::oid"
