@@ -47,14 +47,21 @@ class Statement(TextClause):
 
 
 _NAME = re.compile(r"\{(\w+)\}")
-_PLACE = re.compile(r"\{table [^}]*\}")
+_PLACE = re.compile(r"('?)(\{table [0-9a-f]+\})")
 
 
 def _place(table: Table) -> str:
-    return f"{{table {table.fullname}}}"
+    # In hexadecimal: SQLAlchemy, the drivers and the pattern above have their own ideas of %, : and }.
+    return f"{{table {repr((table.schema, table.name)).encode().hex()}}}"
 
 
 @compiles(Statement)
 def _compile(statement: Statement, compiler: SQLCompiler, **options: Any) -> str:
     sql: str = compiler.visit_textclause(statement, **options)  # type: ignore[no-untyped-call]  # so in SQLAlchemy
-    return _PLACE.sub(lambda match: compiler.preparer.format_table(statement.tables_by_place[match[0]]), sql)
+
+    def name(match: re.Match[str]) -> str:
+        quote, place = match.groups()
+        name = compiler.preparer.format_table(statement.tables_by_place[place])
+        return quote + (name.replace("'", "''") if quote else name)  # in a literal, as for regclass
+
+    return _PLACE.sub(name, sql)

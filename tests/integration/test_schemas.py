@@ -1,7 +1,7 @@
 """Every statement reaches the caller's schema: by schema=, MetaData(schema=…), schema_translate_map.
 
-The tables exist in two tenants' schemas and nowhere else. Each test does everything that keys and
-outbox can do, in both, and reads the SQL that was sent.
+The tables exist in two tenants' schemas and nowhere else. Each test does everything that keys,
+outbox and inbox can do, in both, and reads the SQL that was sent.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from sqlalchemy import MetaData, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
 from oncely.errors import PublishFailed, Refused
-from oncely.event import Event, NewEvent
+from oncely.event import Event, NewEvent, uuid7
 from oncely.idempotency import IdempotencyKeys, Outcome, fingerprint
+from oncely.inbox import Inbox
 from oncely.ledger import Failure
 from oncely.outbox import Outbox
 from oncely.testing import RecordingPublisher
@@ -37,6 +38,7 @@ class Tenant:
     schema: str
     keys: IdempotencyKeys
     outbox: Outbox
+    inbox: Inbox
     engine: AsyncEngine
 
     @property
@@ -61,21 +63,24 @@ class Tenant:
 def by_schema_of_the_tables(schema: str, engine: AsyncEngine) -> Tenant:
     metadata = MetaData(schema="nowhere")
     keys = IdempotencyKeys(metadata, table_name="Keys Of", schema=schema)
-    return Tenant(schema, keys, Outbox(metadata, table_name="Outbox Of", schema=schema), engine)
+    outbox = Outbox(metadata, table_name="Outbox Of", schema=schema)
+    return Tenant(schema, keys, outbox, Inbox(metadata, table_name="Inbox Of", schema=schema), engine)
 
 
 def by_schema_of_the_metadata(schema: str, engine: AsyncEngine) -> Tenant:
     metadata = MetaData(schema=schema)
     keys = IdempotencyKeys(metadata, table_name="Keys Of")
-    return Tenant(schema, keys, Outbox(metadata, table_name="Outbox Of"), engine)
+    outbox = Outbox(metadata, table_name="Outbox Of")
+    return Tenant(schema, keys, outbox, Inbox(metadata, table_name="Inbox Of"), engine)
 
 
-# One pair of objects for both tenants: nothing that they remember may go from one to the other.
+# The same objects for both tenants: nothing that they remember may go from one to the other.
 UNNAMED, NAMED = MetaData(), MetaData(schema="tenant")
 TRANSLATED = {
     metadata: (
         IdempotencyKeys(metadata, table_name="Keys Of"),
         Outbox(metadata, table_name="Outbox Of", on_dead="park"),
+        Inbox(metadata, table_name="Inbox Of"),
     )
     for metadata in (UNNAMED, NAMED)
 }
@@ -91,15 +96,17 @@ def by_translating_a_name(schema: str, engine: AsyncEngine) -> Tenant:
     return Tenant(schema, *TRANSLATED[NAMED], there)
 
 
-@pytest.fixture(
-    params=[
-        by_schema_of_the_tables,
-        by_schema_of_the_metadata,
-        by_translating_no_schema,
-        by_translating_a_name,
-    ],
-    ids=lambda way: way.__name__,
-)
+WAYS = [
+    by_schema_of_the_tables,
+    by_translating_a_name,
+    by_schema_of_the_metadata,
+    by_translating_no_schema,
+]
+
+every_way = pytest.mark.parametrize("tenants", WAYS, ids=lambda way: way.__name__, indirect=True)
+
+
+@pytest.fixture(params=WAYS[:2], ids=lambda way: way.__name__)
 async def tenants(
     request: pytest.FixtureRequest, database: Database, engine: AsyncEngine
 ) -> AsyncIterator[list[Tenant]]:
@@ -127,11 +134,12 @@ async def tenants(
 def strays(statement: str, schemas: Sequence[str]) -> bool:
     """Whether the statement names a table without one of these schemas before it."""
     there = "|".join(re.escape(f'"{schema}"') for schema in schemas)
-    bare = re.sub(rf'(?:{there})\."(?:Keys|Outbox) Of', "", statement)
-    return '"Keys Of' in bare or '"Outbox Of' in bare
+    bare = re.sub(rf'(?:{there})\."(?:Keys|Outbox|Inbox) Of', "", statement)
+    return any(f'"{kind} Of' in bare for kind in ("Keys", "Outbox", "Inbox"))
 
 
-async def test_a_key_belongs_to_its_tenant(tenants: list[Tenant], driver: str) -> None:
+@every_way
+async def test_a_key_belongs_to_its_tenant(tenants: list[Tenant]) -> None:
     one, two = tenants
     assert await one.answer("k", "of one") == Outcome(201, "of one", False)
     assert await two.answer("k", "of two") == Outcome(201, "of two", False)
@@ -172,7 +180,8 @@ async def test_a_refusal_and_an_expired_key_stay_in_their_schema(tenants: list[T
         assert sorted(outcomes) == [(201, False), (409, False)]
 
 
-async def test_an_event_leaves_through_its_tenants_relay_only(tenants: list[Tenant], driver: str) -> None:
+@every_way
+async def test_an_event_leaves_through_its_tenants_relay_only(tenants: list[Tenant]) -> None:
     one, two = tenants
     for _ in range(3):
         await one.emit(1, 2)
@@ -254,9 +263,61 @@ async def test_dead_letters_are_their_tenants(tenants: list[Tenant]) -> None:
     assert await two.relay() == []
 
 
+async def test_an_inbox_belongs_to_its_tenant(tenants: list[Tenant]) -> None:
+    event_id = uuid7()
+
+    async def work() -> None: ...
+
+    for tenant in tenants:
+        for first in (True, False):
+            async with tenant.sessions.begin() as session:
+                assert await tenant.inbox.run(session, event_id, work, consumer="c") is first
+    async with tenants[0].sessions.begin() as session:
+        assert await tenants[0].inbox.prune(session, older_than=timedelta(0)) == 1
+    async with tenants[1].sessions.begin() as session:
+        assert await tenants[1].inbox.run(session, event_id, work, consumer="c") is False
+
+
+async def test_a_table_may_have_any_name(engine: AsyncEngine, database: Database, driver: str) -> None:
+    for name in ("Mixed Case", "100% sure", "o'clock", '"{a: b}"', "a.b", "ünïcöde"):
+        with schemas_of_their_own(database, name) as made:
+            metadata = MetaData(schema=made[0])
+            tenant = Tenant(
+                made[0],
+                IdempotencyKeys(metadata, table_name=f"{name} keys"),
+                Outbox(metadata, table_name=f"{name} outbox"),
+                Inbox(metadata, table_name=f"{name} inbox"),
+                engine,
+            )
+            async with engine.begin() as connection:
+                await connection.run_sync(metadata.create_all)
+            assert await tenant.answer("k", "first") == Outcome(201, "first", False)
+            assert await tenant.answer("k", "again") == Outcome(201, "first", True)
+            await tenant.emit(1, 2)
+            assert await tenant.relay() == [1, 2]
+            async with tenant.sessions.begin() as session:
+                assert await tenant.outbox.lag_seconds(session) == 0.0
+                assert await tenant.outbox.prune(session, older_than=timedelta(0)) == 2
+                assert await tenant.keys.prune(session, older_than=timedelta(0)) == 1
+                assert await tenant.inbox.prune(session, older_than=timedelta(0)) == 0
+
+
+async def test_a_dot_in_a_name_is_not_taken_for_a_schema(engine: AsyncEngine, database: Database) -> None:
+    with schemas_of_their_own(database, "a") as made:
+        dotted, apart = MetaData(), MetaData(schema=made[0])
+        for metadata, name in ((dotted, f"{made[0]}.b"), (apart, "b")):
+            outbox = Outbox(metadata, table_name=name)
+            async with engine.begin() as connection:
+                await connection.run_sync(metadata.create_all)
+            async with async_sessionmaker(engine).begin() as session:
+                await outbox.emit(session, "t", name)
+            events = await outbox.relay_once(async_sessionmaker(engine), RecordingPublisher())
+            assert [event.payload for event in events] == [name]
+
+
 async def test_a_translation_may_be_the_sessions_own(engine: AsyncEngine, database: Database) -> None:
     """Not the engine's: one pool for all tenants, who is meant is said with each transaction."""
-    keys, outbox = TRANSLATED[NAMED]
+    keys, outbox, _ = TRANSLATED[NAMED]
     with schemas_of_their_own(database, "one", "two") as made:
         for schema in made:
             async with engine.execution_options(

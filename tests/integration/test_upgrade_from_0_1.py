@@ -147,8 +147,7 @@ async def leave(outbox: Outbox, sessions: Sessions) -> list[object]:
     return [event.payload["n"] for event in publisher.events]
 
 
-@pytest.mark.parametrize("json_type", [JSONB, JSON])
-@pytest.mark.parametrize("options", [{}, CHECKS_TOO], ids=["", "checks_too"])
+@pytest.mark.parametrize(("json_type", "options"), [(JSONB, {}), (JSON, CHECKS_TOO)])
 async def test_old_keys_replay_their_answers(
     json_type: type[JSON], options: dict[str, Any], shop: Shop, sessions: Sessions
 ) -> None:
@@ -196,8 +195,7 @@ async def test_old_keys_refuse_another_request_and_are_pruned_by_their_age(
     assert outcome == Outcome(201, None, False)
 
 
-@pytest.mark.parametrize("json_type", [JSONB, JSON])
-@pytest.mark.parametrize("options", [{}, CHECKS_TOO], ids=["", "checks_too"])
+@pytest.mark.parametrize(("json_type", "options"), [(JSONB, {}), (JSON, CHECKS_TOO)])
 async def test_old_events_leave_before_new_ones_and_only_those_that_had_not(
     json_type: type[JSON], options: dict[str, Any], shop: Shop, sessions: Sessions
 ) -> None:
