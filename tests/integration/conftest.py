@@ -1,12 +1,30 @@
-"""The oldest Redis that is supported, beside the session's Valkey."""
+"""An outbox with its tables made; the oldest Redis that is supported, beside the session's Valkey."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from sqlalchemy import MetaData
+from sqlalchemy.ext.asyncio import AsyncEngine
 
+from oncely import Outbox
+from oncely.testing import RecordingPublisher
 from tests.streams import EmbeddedRedis
+
+
+@pytest.fixture
+async def outbox(engine: AsyncEngine, metadata: MetaData) -> Outbox:
+    """An outbox of default settings, its tables made and empty."""
+    outbox = Outbox(metadata)
+    async with engine.begin() as connection:
+        await connection.run_sync(metadata.create_all)
+    return outbox
+
+
+@pytest.fixture
+def publish() -> RecordingPublisher:
+    return RecordingPublisher()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,139 @@
+"""What the tests of the outbox have in common: filling it, looking into it, and reading the SQL it sends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import event, text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
+
+from oncely import Event, NewEvent, Outbox
+from oncely.ledger import Claim, Failure
+
+__all__ = [
+    "LEASE",
+    "Gate",
+    "Sessions",
+    "claim",
+    "emit",
+    "execute",
+    "expire_claims",
+    "fail",
+    "locked",
+    "payloads",
+    "rows",
+    "sent_sql",
+    "states",
+]
+
+Sessions = async_sessionmaker[AsyncSession]
+
+LEASE = timedelta(seconds=30)
+
+
+async def emit(outbox: Outbox, sessions: Sessions, *payloads: object, **fields: Any) -> list[Any]:
+    """One committed transaction with an event for each payload; `fields` are NewEvent's. Their ids."""
+    fields = {"topic": "t"} | fields
+    async with sessions.begin() as session:
+        return await outbox.emit_many(session, [NewEvent(payload=payload, **fields) for payload in payloads])
+
+
+async def claim(outbox: Outbox, sessions: Sessions, *, limit: int = 100, lease: timedelta = LEASE) -> Claim:
+    """A claim as a relay makes it; there must be something to claim."""
+    made = await outbox.ledger.claim(sessions, limit=limit, lease=lease)
+    assert made is not None
+    return made
+
+
+async def fail(
+    outbox: Outbox,
+    sessions: Sessions,
+    *payloads: object,
+    error: str = "ValueError: no",
+    delay: timedelta | None,
+) -> None:
+    """Let the events with these payloads fail: tried again after `delay`, or dead when it is None."""
+    made = await claim(outbox, sessions, limit=10_000)
+    failures = [Failure(event.id, error, delay) for event in made.events if event.payload in payloads]
+    assert len(failures) == len(payloads)
+    assert await outbox.ledger.settle(sessions, made, published=[], failures=failures)
+
+
+def payloads(events: Sequence[Event]) -> list[Any]:
+    return [event.payload for event in events]
+
+
+async def execute(engine: AsyncEngine, sql: str, **parameters: object) -> None:
+    """Commit a statement that no part of oncely sends."""
+    async with engine.begin() as connection:
+        await connection.execute(text(sql), parameters)
+
+
+async def rows(engine: AsyncEngine, sql: str, **parameters: object) -> list[Any]:
+    """What a query of the test's own finds; a row compares with a tuple."""
+    async with engine.connect() as connection:
+        return list(await connection.execute(text(sql), parameters))
+
+
+_STATE = """
+    SELECT payload #>> '{}',
+           CASE WHEN published_at IS NOT NULL THEN 'published' WHEN dead_at IS NOT NULL THEN 'dead'
+                WHEN due_at > statement_timestamp() THEN 'waiting' ELSE 'open' END
+           || CASE WHEN attempts > 0 THEN ', tried ' || attempts ELSE '' END
+           || CASE WHEN id IN (SELECT unnest(event_ids) FROM outbox_claims) THEN ', claimed' ELSE '' END
+    FROM outbox ORDER BY position
+"""
+
+
+async def states(engine: AsyncEngine) -> dict[str, str]:
+    """What became of each event, by the text of its payload, in line."""
+    return {str(payload): str(state) for payload, state in await rows(engine, _STATE)}
+
+
+async def expire_claims(engine: AsyncEngine) -> None:
+    """As if every lease had ended just now: the relays that hold them are as good as dead."""
+    await execute(engine, "UPDATE outbox_claims SET expires_at = statement_timestamp()")
+
+
+@asynccontextmanager
+async def locked(engine: AsyncEngine, *payloads: object) -> AsyncIterator[AsyncConnection]:
+    """Somebody else's open transaction that has locked the events with these payloads."""
+    async with engine.connect() as connection:
+        sql = text("SELECT id FROM outbox WHERE payload #>> '{}' = ANY (:payloads) FOR UPDATE")
+        found = (await connection.execute(sql, {"payloads": list(map(str, payloads))})).fetchall()
+        assert len(found) == len(payloads)
+        yield connection
+
+
+@contextmanager
+def sent_sql(engine: AsyncEngine) -> Iterator[list[str]]:
+    """Every statement that goes over this engine, in order, with its white space made one space."""
+    sent: list[str] = []
+
+    def note(*arguments: Any) -> None:
+        sent.append(" ".join(arguments[2].split()))
+
+    event.listen(engine.sync_engine, "before_cursor_execute", note)
+    try:
+        yield sent
+    finally:
+        event.remove(engine.sync_engine, "before_cursor_execute", note)
+
+
+class Gate:
+    """A publisher that says when it was `entered` and stays until it is `opened`; then it has the events."""
+
+    def __init__(self) -> None:
+        self.entered = asyncio.Event()
+        self.opened = asyncio.Event()
+        self.events: list[Event] = []
+        self.on_enter: Callable[[], object] = lambda: None
+
+    async def __call__(self, events: Sequence[Event]) -> None:
+        self.entered.set()
+        await self.opened.wait()
+        self.events += events
