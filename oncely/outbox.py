@@ -26,11 +26,12 @@ from oncely.ledger import Claim, Ledger, OnDead
 from oncely.loop import complete
 from oncely.retention import CUTOFF, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
+from oncely.stats import OutboxStats, Statistics
 from oncely.tables import outbox_tables
 from oncely.transaction import Caller, Sessionmaker, join
 from oncely.wakeup import Wakeup
 
-__all__ = ["DeadEvent", "Event", "NewEvent", "Outbox", "Publisher", "uuid7"]
+__all__ = ["DeadEvent", "Event", "NewEvent", "Outbox", "OutboxStats", "Publisher", "uuid7"]
 
 _PATIENCE = timedelta(seconds=5)
 
@@ -64,14 +65,13 @@ class Outbox:
         self.max_payload_bytes = max_payload_bytes
         self.ledger = Ledger(self.table, self.claims, on_dead=on_dead)
         tables = {"outbox": self.table, "claims": self.claims}
-        parked = _PARKED if on_dead == "park" else "false"
         self.wakeup = Wakeup(self.table)
         self._dead_letters = DeadLetters(self.table)
+        self._statistics = Statistics(self.table, self.claims, parks=on_dead == "park")
         self._emission = Emission(self.table, max_payload_bytes=max_payload_bytes)
         self._claimed = Statement(_CLAIMED, tables, {"id": Uuid})
         self._lock_event = Statement(_LOCK_EVENT, tables, {"id": Uuid})
         self._delete_event = Statement(_DELETE_EVENT, tables, {"id": Uuid})
-        self._lag = Statement(_LAG.replace("/* parked */", parked), tables)
         self._prune = Statement(_PRUNE, tables, CUTOFF | {"after": Uuid, "limit": Integer})
 
     async def emit(
@@ -185,8 +185,16 @@ class Outbox:
         Events that wait for their next try count; dead ones, and under "park" those behind them,
         do not. An event with a delay counts from when it was due.
         """
-        connection = await join(session, self.table)
-        return float((await connection.execute(self._lag)).scalar_one())
+        return await self._statistics.lag_seconds(await join(session, self.table))
+
+    async def stats(self, session: Caller, *, at_most: int = 100_000) -> OutboxStats:
+        """How many events are in each state, and the lag, by one statement.
+
+        A count that has reached `at_most` may be higher: so far it was counted.
+        """
+        if at_most < 1:
+            raise ValueError(f"at_most must be 1 or more, not {at_most}")
+        return await self._statistics.look(await join(session, self.table), at_most=at_most)
 
     async def dead(
         self,
@@ -292,24 +300,6 @@ DELETE FROM {outbox}
 WHERE id = :id AND published_at IS NULL AND dead_at IS NULL AND attempts = 0
   AND NOT EXISTS (SELECT FROM {claims} WHERE :id = ANY (event_ids))
 RETURNING id
-"""
-
-_PARKED = "key IN (SELECT key FROM {outbox} WHERE dead_at IS NOT NULL AND key IS NOT NULL)"
-
-_LAG = """
-WITH open AS NOT MATERIALIZED (
-    SELECT position, created_at, due_at, attempts FROM {outbox}
-    WHERE published_at IS NULL AND dead_at IS NULL AND (key IS NULL OR NOT (/* parked */))
-),
-since AS (
-    SELECT least(
-        (SELECT created_at FROM open WHERE due_at IS NULL ORDER BY position LIMIT 1),
-        (SELECT due_at FROM open WHERE attempts = 0 AND due_at <= statement_timestamp()
-         ORDER BY due_at LIMIT 1),
-        (SELECT min(created_at) FROM open WHERE attempts > 0)
-    ) AS since
-)
-SELECT CAST(greatest(coalesce(extract(epoch FROM statement_timestamp() - since), 0), 0) AS float8) FROM since
 """
 
 # There is no index on published_at. Ids begin with the time they were made, so the walk along them
