@@ -14,23 +14,22 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 
 from examples.shop.models import outbox
 from examples.shop.places import make_engine, make_redis, stream_name
+from oncely import Relay
 from oncely.streams import stream_publisher
 
 
-async def relay() -> None:
+async def run() -> None:
     """Relays until SIGTERM, and then finishes the batch that it has."""
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     engine = make_engine()
-    sessions = async_sessionmaker(engine)
     async with make_redis() as redis:
         publish = stream_publisher(redis, stream_name())
-        while not stop.is_set():
-            sent = await outbox.relay_once(sessions, publish, batch=20, lease=timedelta(seconds=1))
-            if not sent:
-                await asyncio.sleep(0.02)
+        # Small batches and a short lease: the demo kills relays and does not want to wait.
+        relay = Relay(outbox, async_sessionmaker(engine), publish, batch=20, lease=timedelta(seconds=1))
+        await relay.run(stop)
     await engine.dispose()
 
 
 if __name__ == "__main__":
-    asyncio.run(relay())
+    asyncio.run(run())

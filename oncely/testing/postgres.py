@@ -69,7 +69,12 @@ class EmbeddedPostgres(EmbeddedServer):
             *("--encoding", "UTF8", "--locale", "C", "--no-sync", "--no-instructions"),
         ]
         subprocess.run(  # noqa: S603  our own command line
-            command, check=True, capture_output=True, cwd=self.folder, user=self._account
+            command,
+            check=True,
+            capture_output=True,
+            cwd=self.folder,
+            start_new_session=True,  # a terminal's Ctrl-C is for us, who then remove what it made
+            user=self._account,
         )
 
     def _command(self) -> list[str]:

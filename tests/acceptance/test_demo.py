@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,6 +34,7 @@ class Demo:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
         self.output = ""
 
@@ -51,8 +52,12 @@ class Demo:
                 return
         raise AssertionError(self.output)
 
-    def send(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+    def interrupt(self) -> None:
+        """As a terminal does at Ctrl-C: it tells the whole group."""
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def terminate(self) -> None:
+        self._process.terminate()
 
     def table(self) -> dict[str, str]:
         """The table at the end."""
@@ -124,16 +129,18 @@ def test_without_the_promise_the_demo_fails_and_says_what_is_wrong(
 
 
 @only_on_linux
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_demo_that_is_stopped_leaves_no_process_behind(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("stop", "status"), [(Demo.interrupt, 128 + signal.SIGINT), (Demo.terminate, 128 + signal.SIGTERM)]
+)
+def test_a_demo_that_is_stopped_leaves_no_process_behind(stop: Callable[[Demo], None], status: int) -> None:
     with running() as demo:
         demo.read_until("The relay was killed")
         lives = "\n".join(demo.processes())
         assert [
             name for name in ("demo", "relay", "consumer", "uvicorn", "postgres") if name not in lives
         ] == []
-        demo.send(number)
-        assert demo.end() == 128 + number, demo.output
+        stop(demo)
+        assert demo.end() == status, demo.output
         deadline = time.monotonic() + 5
         while demo.processes() and time.monotonic() < deadline:
             time.sleep(0.01)
