@@ -18,23 +18,29 @@ OncelyError
 ├── EffectUnknown               the call may have happened and nobody can tell
 ├── EffectFailed                the call did not happen, for good
 ├── EffectLost                  the owner of a call lost its claim before it could record the end
-└── WebhookReused               a webhook's key came back with other content
+├── WebhookReused               a webhook's key came back with other content
+├── SealingKeyMissing           the keyring lacks the key that a webhook was sealed with
+├── SealBroken                  a sealed webhook does not open: it was changed, or moved to another row
+├── AddressRefused              a webhook's host is at an address that is not public
+└── SignatureInvalid            a webhook that came in was not signed by whom it says, or not just now
 
 Reject                          raised by your publisher or handler: no retry can mend this
 Refused                         raised by your work: an answer, stored, with the work undone
+SigningScopeUnknown             raised by your resolver: there are no credentials for this scope, for good
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from uuid import UUID
 
 if TYPE_CHECKING:
     from oncely.effects import EffectRecord
 
 __all__ = [
+    "AddressRefused",
     "CancelUnsafe",
     "ClaimLost",
     "DedupKeyReused",
@@ -54,6 +60,10 @@ __all__ = [
     "PublisherUnavailable",
     "Refused",
     "Reject",
+    "SealBroken",
+    "SealingKeyMissing",
+    "SignatureInvalid",
+    "SigningScopeUnknown",
     "TableNameTaken",
     "WebhookReused",
 ]
@@ -285,11 +295,61 @@ class EffectLost(OncelyError):
 
 
 class WebhookReused(OncelyError):
-    """The same caller, account, URL, type and key arrived with other content or another scope."""
+    """The same caller, account, URL, type and key arrived with another body, headers or signing scope.
+
+    `webhook_id` is the webhook that has the key.
+    """
+
+    def __init__(self, key: str, webhook_id: UUID) -> None:
+        super().__init__(key, webhook_id)
+        self.key = key
+        self.webhook_id = webhook_id
+
+    def __str__(self) -> str:
+        return f"key {self.key!r} belongs to webhook {self.webhook_id}, which has other content"
+
+
+class SealingKeyMissing(OncelyError):
+    """The keyring lacks the key that a webhook was sealed with. It opens when the key is back."""
+
+    def __init__(self, key_id: str) -> None:
+        super().__init__(key_id)
+        self.key_id = key_id
+
+    def __str__(self) -> str:
+        return f"the keyring has no key {self.key_id!r}"
+
+
+class SealBroken(OncelyError):
+    """A sealed webhook does not open with its key: it was changed, or moved to another row or routing."""
+
+
+class AddressRefused(OncelyError):
+    """A webhook's host is at an address that is not public. Nothing was sent; no connection was made."""
+
+
+class SignatureInvalid(OncelyError):
+    """A webhook that came in cannot be trusted. `reason` is a code word; nothing of the message is in it.
+
+    "missing": a header that is needed is not there, or is there twice. "malformed": one cannot be
+    read. "untimely": it was signed too long ago, or in the future. "mismatch": no key that is trusted
+    made this signature over this message.
+    """
+
+    def __init__(self, reason: Literal["missing", "malformed", "untimely", "mismatch"]) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the signature is not valid: {self.reason}"
 
 
 class Reject(Exception):
     """Raise it from a publisher or a handler for what no retry can mend: a dead letter at once."""
+
+
+class SigningScopeUnknown(Exception):
+    """Raise it from the resolver of a webhook worker: this scope has no credentials and never will."""
 
 
 class Refused(Exception):

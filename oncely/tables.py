@@ -31,7 +31,7 @@ from sqlalchemy.schema import SchemaItem, conv
 
 from oncely.errors import TableNameTaken
 
-__all__ = ["effects_table", "idempotency_table", "inbox_table", "outbox_tables"]
+__all__ = ["effects_table", "idempotency_table", "inbox_table", "outbox_tables", "webhooks_table"]
 
 _LONGEST_NAME = 63
 """In bytes of UTF-8. PostgreSQL cuts a longer name short without an error."""
@@ -200,6 +200,71 @@ def effects_table(metadata: MetaData, name: str, schema: str | None) -> Table:
         ]
 
     return _attach(metadata, name, schema, "effects", items)
+
+
+def webhooks_table(metadata: MetaData, name: str, schema: str | None) -> Table:
+    """One row per webhook: whose it is and where it goes, what it says (sealed), and how far it is.
+
+    States: pending, delivered (an endpoint said 2xx), rejected (it said what no retry can mend), expired
+    (nobody is known to have accepted it in time), quarantined (kept until somebody decides). A pending
+    row with a `token` is leased: its attempt is being made until `due_at`. Without one, `due_at` is when
+    the next attempt may begin. No attempt begins after `retry_until`.
+    """
+
+    def items() -> list[SchemaItem]:
+        finished = "state IN ('delivered', 'expired', 'rejected')"
+        return [
+            Column("id", Uuid, primary_key=True),
+            Column("dedup_digest", LargeBinary, nullable=False),
+            Column("key", Text, nullable=False),
+            Column("caller", Text, nullable=False),
+            Column("account", Text),
+            Column("type", Text, nullable=False),
+            Column("origin", Text, nullable=False),
+            Column("url_digest", LargeBinary, nullable=False),
+            Column("signing_scope", Text),
+            Column("key_id", Text, nullable=False),
+            Column("nonce", LargeBinary, nullable=False),
+            Column("sealed", LargeBinary, nullable=False),
+            Column("state", Text, nullable=False, server_default=text("'pending'")),
+            Column("attempts", Integer, nullable=False, server_default=text("0")),
+            Column("last_error", Text),
+            Column("token", Uuid),
+            Column("created_at", _TIME, nullable=False, server_default=func.now()),
+            Column("due_at", _TIME, nullable=False),
+            Column("retry_until", _TIME, nullable=False),
+            Column("finished_at", _TIME),
+            _check(
+                "state IN ('pending', 'delivered', 'expired', 'rejected', 'quarantined')",
+                f"{name}_state_check",
+            ),
+            _check(f"({finished}) = (finished_at IS NOT NULL)", f"{name}_finished_check"),
+            _check("token IS NULL OR state = 'pending'", f"{name}_lease_check"),
+            _check(
+                "CASE state WHEN 'delivered' THEN last_error IS NULL "
+                "WHEN 'rejected' THEN last_error IS NOT NULL "
+                "WHEN 'quarantined' THEN last_error IS NOT NULL ELSE true END",
+                f"{name}_error_check",
+            ),
+            _check("attempts >= 0", f"{name}_attempts_check"),
+            _check(
+                "octet_length(dedup_digest) = 32 AND octet_length(url_digest) = 32 "
+                "AND octet_length(nonce) = 12",
+                f"{name}_lengths_check",
+            ),
+            Index(f"{name}_dedup_idx", "dedup_digest", "key", unique=True),
+            Index(f"{name}_pending_idx", "origin", "due_at", postgresql_where=text("state = 'pending'")),
+            Index(f"{name}_overdue_idx", "retry_until", postgresql_where=text("state = 'pending'")),
+            Index(f"{name}_finished_idx", "retry_until", postgresql_where=text(finished)),
+            Index(
+                f"{name}_failed_idx",
+                "state",
+                "id",
+                postgresql_where=text("state IN ('expired', 'rejected', 'quarantined')"),
+            ),
+        ]
+
+    return _attach(metadata, name, schema, "webhooks", items)
 
 
 _TIME = DateTime(timezone=True)
