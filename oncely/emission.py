@@ -22,6 +22,8 @@ from oncely.transaction import Caller, execute, join
 
 __all__ = ["Emission"]
 
+_LONGEST_DELAY = timedelta(days=36_500)  # PostgreSQL's times end at some point, with an error
+
 
 class Emission:
     """Writes the events of one outbox table. `max_payload_bytes` bounds a payload's JSON in UTF-8."""
@@ -67,6 +69,8 @@ class Emission:
                 check_key(value, f"{place}{name}")
         if event.delay is not None and event.delay < timedelta(0):
             raise ValueError(f"{place}delay is below zero: {event.delay}")
+        if event.delay is not None and event.delay > _LONGEST_DELAY:
+            raise ValueError(f"{place}delay is above 100 years: {event.delay}")
         payload = encode_json(event.payload, what=f"{place}payload")
         if self._max_payload_bytes is not None and len(payload.encode()) > self._max_payload_bytes:
             raise ValueError(

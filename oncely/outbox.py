@@ -92,8 +92,9 @@ class Outbox:
         id, as long as its row is kept; while the first is uncommitted, the second waits for it.
 
         Raises, before any SQL: ValueError for a payload that is not JSON (naming the place) and for
-        a delay below zero; InvalidKey for text that cannot be stored; NoTransaction in autocommit.
-        Raises DedupKeyReused when the dedup_key belongs to another key or payload.
+        a delay below zero or above 100 years; InvalidKey for text that cannot be stored;
+        NoTransaction in autocommit. Raises DedupKeyReused when the dedup_key belongs to another key
+        or payload.
         """
         event = NewEvent(topic, payload, key, headers, delay, dedup_key)
         event_id = await self._emission.emit(session, event)
