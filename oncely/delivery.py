@@ -212,5 +212,9 @@ def _is_outage(error: Exception) -> bool:
 
 def _describe(error: Exception) -> str:
     """The error's class and its message, bounded, in a form that a text column takes."""
-    text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+    try:
+        message = str(error)
+    except Exception as second:  # noqa: BLE001  an error that cannot speak is still that event's error
+        message = f"(its message raised {type(second).__name__})"
+    text = f"{type(error).__name__}: {message}"[:_LONGEST_ERROR]
     return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
