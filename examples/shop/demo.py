@@ -39,7 +39,7 @@ async def demo(orders: int, *, fresh_keys: bool, console: Console) -> bool:
     end_on_sigterm()
     customers = make_customers(orders)
     seats = sorted({customer.seat for customer in customers})
-    console.print(f"{orders} customers want {len(seats)} seats.")
+    console.print(f"{orders} customers want {len(seats)} seats. Opening the shop …")
     kills: list[bool] = []
     async with servers(), tables(seats) as engine, stream() as redis:
         inspector = Inspector(async_sessionmaker(engine), redis)
