@@ -25,6 +25,8 @@ __all__ = ["CUTOFF", "Prunable", "Retention", "cutoff_parameters", "delete_in_ba
 
 _log = logging.getLogger(__name__)
 
+_LONGEST_AGE = timedelta(days=36_500)  # PostgreSQL's times begin at some point; nothing here is older
+
 BATCH = 1_000
 """The most rows that one statement deletes."""
 
@@ -110,7 +112,7 @@ def cutoff_parameters(older_than: timedelta | datetime) -> dict[str, Any]:
     if isinstance(older_than, timedelta):
         if older_than < timedelta(0):
             raise ValueError(f"older_than is below zero: {older_than}")
-        return {"cutoff": None, "age": older_than}
+        return {"cutoff": None, "age": min(older_than, _LONGEST_AGE)}
     if older_than.utcoffset() is None:
         raise ValueError("older_than is a time without a time zone")
     return {"cutoff": older_than, "age": None}
