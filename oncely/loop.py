@@ -10,7 +10,9 @@ has as long again.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -81,7 +83,7 @@ async def complete(
     """The result of `work`, which is carried to its end although the caller is cancelled meanwhile.
 
     The cancellation then goes on, after `undo` was given the result that nobody else will see.
-    Both together have `patience`, or they are cancelled too.
+    Both together have `patience`, or they are cancelled too; being cancelled again shortens nothing.
     """
     task = asyncio.ensure_future(work)
     try:
@@ -96,7 +98,11 @@ async def complete(
                 await undo(result)
 
         ending = asyncio.ensure_future(finish())
-        await asyncio.wait({ending}, timeout=patience.total_seconds())
+        deadline = time.monotonic() + patience.total_seconds()
+        while not ending.done() and (left := deadline - time.monotonic()) > 0:
+            # Whoever cancels again is told in the end as well. anyio does so at every turn of the loop.
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait({ending}, timeout=left)
         if not ending.done():
             await _end(ending, patience)
         elif (error := ending.exception()) is not None:
