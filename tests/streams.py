@@ -11,14 +11,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import redis
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from oncely.event import Event, uuid7
 from oncely.streams import StreamConsumer
+from oncely.testing import EmbeddedValkey
 from oncely.testing.server import EmbeddedServer
 
-__all__ = ["EmbeddedRedis", "Recorder", "deliver", "entries", "events", "flat", "ids", "pending", "until"]
+__all__ = [
+    "EmbeddedCluster",
+    "EmbeddedRedis",
+    "Recorder",
+    "deliver",
+    "entries",
+    "events",
+    "flat",
+    "ids",
+    "pending",
+    "until",
+]
 
 
 def events(*payloads: object, topic: str = "order.paid", key: str | None = None) -> list[Event]:
@@ -120,6 +133,29 @@ class EmbeddedRedis(EmbeddedServer):
                 return probe.recv(16).startswith(b"+PONG")
             except OSError:
                 return False
+
+
+class EmbeddedCluster(EmbeddedValkey):
+    """A cluster of one node, which has all slots and refuses what crosses them as any cluster does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+
+    def start(self, *, timeout: float = 30.0) -> None:
+        """Start the node and give it all slots."""
+        super().start(timeout=timeout)
+        with redis.Redis(unix_socket_path=str(self.socket_path)) as client:
+            client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+            deadline = time.monotonic() + timeout
+            while client.execute_command("CLUSTER INFO")["cluster_state"] != "ok":
+                assert time.monotonic() < deadline, self.log()
+                time.sleep(0.01)
+
+    def _command(self) -> list[str]:
+        return [*super()._command(), "--port", str(self.port), "--cluster-enabled", "yes"]
 
 
 def _text(name: str | bytes) -> str:

@@ -191,10 +191,14 @@ class Batch:
                     self._open_lanes.pop(lane[0].key, None)
 
     async def _begin(self, lane: Lane, place: int) -> bool:
-        """Counts the delivery of an entry that was taken over; False when it may not be handled."""
+        """Counts the delivery of an entry that was taken over; False when it may not be handled.
+
+        It may be the one that ends the process, so what was handled before is acknowledged first.
+        """
         entry = lane[place]
         if entry.gone is None:
             try:
+                await self._desk.flush()
                 await self._desk.begin(entry)
             except BROKER_ERRORS as error:
                 self._outage = error

@@ -36,6 +36,7 @@ from oncely.streams.faults import BROKER_ERRORS, is_outage
 from oncely.streams.group import Group
 from oncely.streams.handling import Around, Handling, OnResult
 from oncely.streams.lag import GroupLag, lag
+from oncely.streams.letter import name_for
 from oncely.streams.scripts import Client
 from oncely.streams.trimming import Trimmed, trim
 from oncely.streams.worker import Worker
@@ -102,7 +103,7 @@ class StreamConsumer:
         self.retry_after_ms = retry_after_ms
         self.max_attempts = max_attempts
         self.concurrency = concurrency
-        self.dead_letter_stream = dead_letter_stream if dead_letter_stream is not None else f"{stream}:dead"
+        self.dead_letter_stream = name_for(redis, stream, dead_letter_stream)
         self._handling = Handling(around, on_result)
         due = _due_times(retry_after_ms, max_attempts, backoff_factor, backoff_maximum)
         self._group = Group(redis, stream, group, self.consumer, self.dead_letter_stream, due)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from oncely.event import Event
-from oncely.streams.letter import Letter, parse
+from oncely.streams.letter import Letter, name_for, parse
 from oncely.streams.scripts import Client, Script
 from oncely.streams.wire import Fields, NotAnEvent, decode
 
@@ -75,7 +75,7 @@ class DeadLetters:
 
     def __init__(self, redis: Client, *, stream: str, dead_letter_stream: str | None = None) -> None:
         self.stream = stream
-        self.dead_letter_stream = dead_letter_stream if dead_letter_stream is not None else f"{stream}:dead"
+        self.dead_letter_stream = name_for(redis, stream, dead_letter_stream)
         self._redis = redis
 
     async def list(

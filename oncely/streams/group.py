@@ -65,6 +65,7 @@ class Group:
     due: Sequence[int]
     _from: str = field(default="-", init=False)
     _own_from: str | None = field(default="-", init=False)
+    _was_made: bool = field(default=False, init=False)
 
     async def read(self, count: int) -> list[RawEntry]:
         """Up to `count` new entries, without waiting."""
@@ -152,12 +153,16 @@ class Group:
     async def _when_made(self, command: Callable[[], Awaitable[Any]]) -> Any:
         """The command's reply; when the group is gone, it is made again and the command repeated."""
         try:
-            return await command()
+            reply = await command()
+            self._was_made = True
+            return reply
         except ResponseError as error:
             if not is_lost_group(error):
                 if code_word(str(error)) == "WRONGTYPE":
                     error.add_note(f"{self.stream!r} or {self.dead_letter_stream!r} holds no stream")
                 raise
         await self.make()
-        logger.warning("made group %r of stream %r, which was not there", self.name, self.stream)
+        level = logging.INFO if not self._was_made else logging.WARNING  # then it was lost
+        logger.log(level, "made group %r of stream %r, which was not there", self.name, self.stream)
+        self._was_made = True
         return await command()

@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from redis.asyncio import RedisCluster
+
+from oncely.streams.scripts import Client
 from oncely.streams.wire import Fields
 
-__all__ = ["Letter", "compose", "parse"]
+__all__ = ["Letter", "compose", "name_for", "parse"]
 
 _ADDED = (b"error", b"attempts", b"group", b"entry", b"dead_at")
 
@@ -33,6 +36,21 @@ class Letter(NamedTuple):
     group: str
     entry: str
     dead_at: str
+
+
+def name_for(redis: Client, stream: str, given: str | None) -> str:
+    """The name of a stream's dead letters: what was given, or the stream's name and `:dead`.
+
+    A cluster moves an entry there in one step only if the two share a hash slot. There the default
+    gets the stream's name as its hash tag when the stream's name has none.
+    """
+    if not isinstance(redis, RedisCluster):
+        return given if given is not None else f"{stream}:dead"
+    names = (f"{stream}:dead", f"{{{stream}}}:dead") if given is None else (given,)
+    for name in names:
+        if redis.keyslot(name) == redis.keyslot(stream):
+            return name
+    raise ValueError(f"{names[0]!r} is not in the slot of {stream!r}: give the two one hash tag, as {{tag}}")
 
 
 def compose(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from json import JSONDecoder
+from json import JSONDecodeError, JSONDecoder
 from typing import Any, TypeAlias
 from uuid import UUID, SafeUUID
 
@@ -105,8 +105,11 @@ def _uuid(text: bytes) -> UUID:
 
 
 def _json(text: str) -> Any:
-    """The values of a JSON text. Nothing stands around those that a publisher passed on."""
-    value, end = _DECODER.raw_decode(text)
+    """The values of a JSON text. Around those that a publisher passed on, there is no white space."""
+    try:
+        value, end = _DECODER.raw_decode(text)
+    except JSONDecodeError:
+        return decode_json(text)
     return value if end == len(text) else decode_json(text)
 
 
@@ -135,7 +138,7 @@ def entries_in(reply: Any) -> list[RawEntry]:
     if not reply:
         return []
     found: list[Any] = next(iter(reply.values())) if isinstance(reply, Mapping) else reply[0][1]
-    if found and isinstance(found[0][0], (list, tuple)):
+    if found and (not found[0] or isinstance(found[0][0], (list, tuple))):
         found = found[0]
     if found and isinstance(found[0][1], Mapping):
         return [(entry_id, _flat(fields)) for entry_id, fields in found]

@@ -1,0 +1,182 @@
+"""The parts of a consumer that need no Redis: routes, held keys, lanes, waits between attempts."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from oncely.event import Event
+from oncely.streams import StreamConsumer
+from oncely.streams.batch import lanes_of
+from oncely.streams.entry import Entry
+from oncely.streams.held import HeldKeys
+from oncely.streams.routes import Routes
+
+
+async def one(event: Event) -> None: ...
+async def two(event: Event) -> None: ...
+
+
+def entry(number: int, key: str | None = "k") -> Entry:
+    fields = [] if key is None else [b"key", key.encode()]
+    return Entry(f"5-{number}".encode(), fields, 1, counted=True)
+
+
+def numbers(lanes: list[list[Entry]]) -> list[list[int]]:
+    return [[entry.position[1] for entry in lane] for lane in lanes]
+
+
+def test_a_topic_finds_its_handlers_in_the_order_of_subscription() -> None:
+    routes = Routes()
+    routes.add("order.*", one)
+    routes.add("order.paid", two)
+    routes.add("*", one)
+    assert routes.find("order.paid") == (one, two, one)
+    assert routes.find("order.") == (one, one)
+    assert routes.find("order") == (one,)
+    assert routes.find("orders.paid") == (one,)
+    routes.add("order", two)
+    assert routes.find("order") == (one, two)
+
+
+@pytest.mark.parametrize("topic", ["", "*.paid", "a*b", "**"])
+def test_a_topic_that_could_be_misread_is_refused(topic: str) -> None:
+    with pytest.raises(ValueError):
+        Routes().add(topic, one)
+
+
+def test_topics_are_not_remembered_without_bound() -> None:
+    routes = Routes()
+    routes.add("*", one)
+    for number in range(5000):
+        assert routes.find(str(number)) == (one,)
+    assert len(routes._found) <= 1000
+
+
+def test_a_handler_is_callable() -> None:
+    not_callable: Any = "handler"
+    with pytest.raises(TypeError):
+        Routes().add("order", not_callable)
+
+
+def test_subscribe_is_a_function_and_a_decorator() -> None:
+    consumer = StreamConsumer(None, stream="s")  # type: ignore[arg-type]  # never connects
+    assert consumer.subscribe("order", one) is one
+    assert consumer.subscribe("order")(two) is two
+    assert consumer._handling.routes.find("order") == (one, two)
+
+
+def test_entries_of_a_key_share_a_lane_and_others_have_their_own() -> None:
+    lanes = lanes_of([entry(1, "a"), entry(2, None), entry(3, "b"), entry(4, "a"), entry(5, None)])
+    assert numbers(lanes) == [[1, 4], [2], [3], [5]]
+
+
+def test_what_comes_after_a_head_waits_until_it_is_settled() -> None:
+    held = HeldKeys()
+    held.hold(b"k", b"5-3", [entry(4)])
+    assert held.keeps(entry(9))
+    assert held.keeps(entry(7))
+    assert not held.keeps(entry(3))  # the head, tried again
+    assert not held.keeps(entry(2))  # before the head
+    assert not held.keeps(entry(8, "other"))
+    assert not held.keeps(entry(8, None))
+    assert held.pop_ready() == []
+    held.settled([b"5-3"])
+    assert numbers(held.pop_ready()) == [[4, 7, 9]]
+    assert not held
+    assert not held.keeps(entry(10))
+
+
+def test_what_is_ready_and_not_yet_run_still_comes_before_what_is_new() -> None:
+    held = HeldKeys()
+    held.hold(b"k", b"5-3", [entry(4)])
+    held.settled([b"5-3"])
+    assert held.keeps(entry(10))
+    assert numbers(held.pop_ready()) == [[4, 10]]
+
+
+def test_a_key_waits_for_all_of_its_heads() -> None:
+    held = HeldKeys()
+    held.hold(b"k", b"5-3", [entry(4)])
+    held.hold(b"k", b"5-1", [])
+    assert held.keeps(entry(2))
+    held.settled([b"5-3"])
+    assert held.pop_ready() == []
+    held.settled([b"5-1"])
+    assert numbers(held.pop_ready()) == [[2, 4]]
+
+
+def test_a_follower_that_was_stolen_is_waited_for() -> None:
+    held = HeldKeys()
+    held.hold(b"k", b"5-3", [entry(4), entry(5)])
+    held.stolen([b"5-4"])
+    held.settled([b"5-3"])
+    assert held.heads == [b"5-4"]
+    held.settled([b"5-4"])
+    assert numbers(held.pop_ready()) == [[5]]
+
+
+def test_letting_go_returns_what_waited() -> None:
+    held = HeldKeys()
+    held.hold(b"k", b"5-3", [entry(4)])
+    assert [entry.id for entry in held.clear()] == [b"5-4"]
+    assert not held
+
+
+def test_positions_compare_as_numbers() -> None:
+    assert Entry(b"9-10", [], 1, counted=True).position > Entry(b"9-9", [], 1, counted=True).position
+    assert Entry(b"10-0", [], 1, counted=True).position > Entry(b"9-9", [], 1, counted=True).position
+
+
+def test_the_attributes_of_a_consumer_are_what_it_was_given() -> None:
+    consumer = StreamConsumer(
+        None,  # type: ignore[arg-type]  # never connects
+        stream="orders",
+        group="mailer",
+        consumer="one",
+        retry_after_ms=5,
+        max_attempts=2,
+        concurrency=3,
+        dead_letter_stream="dead",
+    )
+    assert (
+        consumer.stream,
+        consumer.group,
+        consumer.consumer,
+        consumer.retry_after_ms,
+        consumer.max_attempts,
+        consumer.concurrency,
+        consumer.dead_letter_stream,
+    ) == ("orders", "mailer", "one", 5, 2, 3, "dead")
+
+
+def test_what_is_not_given_has_its_default() -> None:
+    first, second = (StreamConsumer(None, stream="orders") for _ in range(2))  # type: ignore[arg-type]  # never connects
+    assert (first.group, first.retry_after_ms, first.max_attempts, first.concurrency) == (
+        "workers",
+        30_000,
+        5,
+        16,
+    )
+    assert first.dead_letter_stream == "orders:dead"
+    assert first.consumer != second.consumer
+
+
+@pytest.mark.parametrize("name", ["retry_after_ms", "max_attempts", "concurrency", "backoff_factor"])
+def test_settings_below_one_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        StreamConsumer(None, stream="s", **{name: 0})  # type: ignore[arg-type]  # never connects
+
+
+def test_waits_grow_by_the_factor_up_to_the_maximum() -> None:
+    def due(**options: Any) -> list[int]:
+        client: Any = None
+        return list(StreamConsumer(client, stream="s", retry_after_ms=100, **options)._group.due)
+
+    assert due() == [100] * 6
+    assert due(backoff_factor=2) == [100, 100, 200, 400, 800, 1600]
+    assert due(backoff_factor=10, backoff_maximum=timedelta(seconds=5)) == [100, 100, 1000, 5000, 5000, 5000]
+    assert due(backoff_maximum=timedelta(milliseconds=1)) == [100] * 6
+    assert due(backoff_factor=10, max_attempts=400)[-1] == 3_600_000
