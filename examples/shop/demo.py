@@ -184,6 +184,8 @@ def main() -> int:
         help="a new key for each request: what happens without the promise",
     )
     arguments = parser.parse_args()
+    if arguments.orders < 1:
+        parser.error("--orders must be 1 or more")
     try:
         right = asyncio.run(
             demo(arguments.orders, fresh_keys=arguments.fresh_keys, console=Console(highlight=False))
