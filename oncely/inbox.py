@@ -12,14 +12,14 @@ from datetime import datetime, timedelta
 from uuid import UUID
 
 from sqlalchemy import Integer, MetaData, Table, Text, Uuid
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from oncely.errors import InvalidKey
 from oncely.event import Event, Handler, check_key
 from oncely.retention import CUTOFF, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
 from oncely.tables import inbox_table
-from oncely.transaction import Caller, Sessionmaker, join
+from oncely.transaction import Caller, Sessionmaker, execute, join
 
 __all__ = ["Inbox"]
 
@@ -59,9 +59,7 @@ class Inbox:
         _check_consumer(consumer)
         await join(session, self.table)
         async with session.begin_nested():
-            # A session makes its savepoint when it is next asked for its connection.
-            connection = await join(session, self.table)
-            if not await self._is_first(connection, event, consumer):
+            if not await self._is_first(session, event, consumer):
                 return False
             await work()
         return True
@@ -81,8 +79,7 @@ class Inbox:
 
         async def handle_once(event: Event) -> None:
             async with sessionmaker() as session, session.begin():
-                connection = await join(session, self.table)
-                if await self._is_first(connection, event, consumer):
+                if await self._is_first(session, event, consumer):
                     await handle(session, event)
 
         return handle_once
@@ -102,10 +99,10 @@ class Inbox:
 
         return await delete_in_batches(delete, limit)
 
-    async def _is_first(self, connection: AsyncConnection, event: Event | UUID, consumer: str) -> bool:
+    async def _is_first(self, session: Caller, event: Event | UUID, consumer: str) -> bool:
         event_id = event.id if isinstance(event, Event) else event
-        inserted = await connection.execute(self._insert, {"consumer": consumer, "event_id": event_id})
-        return inserted.rowcount == 1
+        row = {"consumer": consumer, "event_id": event_id}
+        return (await execute(session, self.table, self._insert, row)).rowcount == 1
 
 
 def _check_consumer(consumer: str) -> None:
