@@ -54,7 +54,10 @@ def driver(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def database(request: pytest.FixtureRequest) -> Iterator[Database]:
-    """An empty database, reached by the test's `driver` if it has one, else by asyncpg."""
+    """An empty database, reached by the test's `driver` if it has one, else by asyncpg.
+
+    For tests marked `in_schema` it is an empty schema, which is made in a hundredth of the time.
+    """
     name = f"test_{uuid.uuid4().hex}"
     driver = request.getfixturevalue("driver") if "driver" in request.fixturenames else "asyncpg"
     given = os.environ.get("ONCELY_TEST_DATABASE_URL")
@@ -63,6 +66,10 @@ def database(request: pytest.FixtureRequest) -> Iterator[Database]:
             yield database
         return
     server: EmbeddedPostgres = request.getfixturevalue("postgres")
+    if request.node.get_closest_marker("in_schema") is not None:
+        with Database.in_schema(server.url(), driver) as database:
+            yield database
+        return
     with psycopg.connect(server.dsn(), autocommit=True) as admin:
         admin.execute(f"CREATE DATABASE {name} TEMPLATE template0".encode())
         yield Database(server.url(driver, name))

@@ -44,7 +44,7 @@ class Broker:
 
 def hasty(outbox: Outbox, sessions: Sessions, publish: Publisher, **settings: Any) -> Relay:
     """A relay that waits for nothing; `settings` are Relay's."""
-    hurry = {"poll_interval": timedelta(milliseconds=20), "retry": AT_ONCE, "outage": AT_ONCE}
+    hurry: dict[str, Any] = {"poll_interval": timedelta(milliseconds=20), "retry": AT_ONCE, "outage": AT_ONCE}
     return Relay(outbox, sessions, publish, **(hurry | settings))
 
 

@@ -13,10 +13,13 @@ __all__ = ["backend_waits", "until"]
 PATIENCE = 20.0
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+async def until(condition: Callable[[], Awaitable[bool] | bool]) -> None:
     """Returns when the condition holds; TimeoutError after 20 seconds."""
     async with asyncio.timeout(PATIENCE):
-        while not await condition():  # noqa: ASYNC110  a database does not tell us by itself
+        while True:
+            holds = condition()
+            if holds if isinstance(holds, bool) else await holds:
+                return
             await asyncio.sleep(0.005)
 
 

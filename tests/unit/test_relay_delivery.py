@@ -184,12 +184,12 @@ async def test_bad_events_that_look_like_a_broken_broker_do_not_stop_the_others(
     broker = Broker(**dict.fromkeys(bad, AWAY))
     postman = courier(broker)
     events = [event(name) for name in [*bad, "good"]]
-    passes = 0
-    while "good" not in broker.received:
+    batch = delivery(*events)
+    for _ in range(10):
         batch = delivery(*events)
         await postman.deliver(batch)
-        passes += 1
-        assert passes < 10
+        if "good" in broker.received:
+            break
     assert outcome(batch) == dict.fromkeys(bad, "again in 1 s") | {"good": "published"}
 
 
