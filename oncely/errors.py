@@ -5,7 +5,7 @@ OncelyError
 ├── KeyReused                   the key came back with another request
 ├── KeyInFlight                 the first caller of this key has not finished
 ├── KeyInUse                    the key was used again inside its own work
-├── KeyLost                     the work of a key ended the transaction that the key is part of
+├── KeyLost                     a key's transaction ended, or was to end, before its answer was stored
 ├── KeyUnanswered               the key was committed without an answer; its work may have happened
 ├── NoTransaction               the connection is in autocommit: nothing could be atomic on it
 ├── TableNameTaken (ValueError) the MetaData has another table of that name
@@ -126,10 +126,10 @@ class KeyInUse(OncelyError):
 
 
 class KeyLost(OncelyError):
-    """The work of a key committed or rolled back the caller's transaction, of which the key is part.
+    """The key's transaction ended before the answer was stored in it: the work ended it by itself.
 
-    Its answer could not be committed together with its writes, so it is not stored. An AsyncSession
-    refuses the commit itself with this error; then nothing of the work was committed.
+    So nothing is stored. An AsyncSession raises this from the `commit` that came too early; then
+    nothing of the work was committed either, and the transaction goes on.
     """
 
     def __init__(self, scope: str, key: str) -> None:
@@ -139,8 +139,8 @@ class KeyLost(OncelyError):
 
     def __str__(self) -> str:
         return (
-            f"the work of key {self.key!r} in scope {self.scope!r} ended the transaction that its answer "
-            "must commit in; commit after the answer is stored"
+            f"the transaction of key {self.key!r} in scope {self.scope!r} may not end before the answer "
+            "is stored in it; leave the commit to the caller"
         )
 
 
