@@ -10,11 +10,10 @@ transaction must not be committed; an AsyncSession refuses to.
 
 from __future__ import annotations
 
-import asyncio
 from datetime import timedelta
 from typing import Any
 
-from sqlalchemy import Connection, Interval, Table, Text, event
+from sqlalchemy import Connection, Interval, RootTransaction, Table, Text, event
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session
 
@@ -58,12 +57,11 @@ class Claim:
         self._caller = caller
         self._statements = statements
         self._connection = connection
-        self._transaction = connection.get_transaction()
+        self._transaction = _begun(connection)
         self._ended = False
         self._undone = False
         self._releasing = False
         if isinstance(joined, Session):
-            self._root = joined.get_transaction()
             self._outer = joined.get_nested_transaction()
         self._savepoint = Savepoint(joined, connection)
         if isinstance(joined, Session):
@@ -89,11 +87,11 @@ class Claim:
     async def abandon(self, error: BaseException | None = None) -> None:
         """Undo the work's writes and delete the key's row: the key is free when the transaction ends.
 
-        With the `error` that is the reason, a failure to do so (the connection may be dead, then
-        PostgreSQL undoes everything) becomes a note on it. Nothing happens when the claim has ended.
+        With the `error` that is the reason, a failure to do so (when the connection is dead, PostgreSQL
+        undoes everything by itself) becomes a note on it. Nothing happens when the claim has ended.
         """
         try:
-            await self._caller.run_sync(self._abandon, reload=not isinstance(error, asyncio.CancelledError))
+            await self._caller.run_sync(self._abandon, reload=error is None or isinstance(error, Exception))
         except Exception as failure:
             if error is None:
                 raise
@@ -105,15 +103,13 @@ class Claim:
     def _settle(self, joined: Session | Connection, answer: Answer, ttl: timedelta | None) -> None:
         self._require_open()
         if not self._undone:
-            if not self._savepoint.is_open:
-                raise KeyLost(self.scope, self.key)
             self._releasing = True
             try:
                 self._savepoint.release()
             finally:
                 self._releasing = False
         values = self._name | answer_parameters(answer) | {"ttl": ttl}
-        if not self._stands or self._connection.execute(self._statements.settle, values).rowcount != 1:
+        if self._connection.execute(self._statements.settle, values).rowcount != 1:
             raise KeyLost(self.scope, self.key)
         self._end(joined)
 
@@ -121,8 +117,6 @@ class Claim:
         self._require_open()
         if self._undone:
             return
-        if not self._savepoint.is_open:
-            raise KeyLost(self.scope, self.key)
         self._savepoint.rollback()
         self._undone = True
         self._savepoint.reload()
@@ -134,7 +128,7 @@ class Claim:
             if self._savepoint.is_open:
                 self._savepoint.rollback()
         finally:
-            if self._stands:
+            if self._stands and not self._connection.invalidated:
                 self._connection.execute(self._statements.delete, self._name)
         self._end(joined)
         if reload and self._stands:
@@ -146,17 +140,14 @@ class Claim:
 
     @property
     def _stands(self) -> bool:
-        """Whether the transaction that the key's row was written in is still the connection's."""
-        transaction = self._transaction
-        return (
-            transaction is not None
-            and transaction.is_valid
-            and self._connection.get_transaction() is transaction
-        )
+        """Whether the transaction that the key's row was written in goes on."""
+        return self._connection.get_transaction() is self._transaction and self._transaction.is_active
 
     def _require_open(self) -> None:
         if self._ended:
             raise RuntimeError(f"{self!r} has ended: it was settled or abandoned")
+        if not self._stands or not (self._undone or self._savepoint.is_open):
+            raise KeyLost(self.scope, self.key)
 
     def _end(self, joined: Session | Connection) -> None:
         self._ended = True
@@ -165,10 +156,16 @@ class Claim:
 
     def _refuse_commit(self, session: Session) -> None:
         """Before any commit of the session, savepoints included: none may go beyond the work."""
-        if self._releasing or session.get_transaction() is not self._root:
+        if self._releasing or not self._stands or self._connection.invalidated:
             return
         if self._savepoint.is_innermost or session.get_nested_transaction() is self._outer:
             raise KeyLost(self.scope, self.key)
+
+
+def _begun(connection: Connection) -> RootTransaction:
+    transaction = connection.get_transaction()
+    assert transaction is not None  # noqa: S101  the key's row was written in it
+    return transaction
 
 
 def check_ttl(ttl: timedelta | None) -> None:
@@ -181,7 +178,9 @@ def check_ttl(ttl: timedelta | None) -> None:
         raise ValueError(f"ttl must be above zero and at most {_LONGEST_TTL.days:,} days, not {ttl}")
 
 
-_LONGEST_TTL = timedelta(days=365_000)  # PostgreSQL's calendar is longer, and not by much than timedelta's
+_LONGEST_TTL = timedelta(
+    days=365_000
+)  # PostgreSQL's calendar ends, and an error of it would come after the work
 
 # A row of this transaction without an answer, and no other: the work may have ended the transaction.
 _DELETE = """

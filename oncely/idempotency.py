@@ -112,8 +112,9 @@ class IdempotencyKeys:
                 answer = Answer(refusal.status, refusal.body, refusal.headers)
                 await held.undo()
             return await held.settle(answer, ttl=ttl)
-        except (Exception, asyncio.CancelledError) as error:
-            await held.abandon(error)
+        except BaseException as error:
+            if not isinstance(error, GeneratorExit):  # then nothing can be awaited any more
+                await held.abandon(error)
             raise
 
     async def claim(

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import Answer, Outcome, Refused
 from oncely.answer import Body
-from oncely.errors import InvalidKey, KeyInUse, KeyReused
+from oncely.errors import InvalidKey, KeyInUse, KeyLost, KeyReused
 from tests.database import Database
 from tests.keys import Shop, sent
 
@@ -78,6 +78,32 @@ async def test_an_error_that_is_caught_leaves_neither_key_nor_work_but_the_rest(
             await shop.order(session, raising=ConnectionError())
         await session.execute(text("INSERT INTO orders (item) VALUES ('after')"))
     assert (await shop.stored(), await shop.items()) == ([], ["before", "after"])
+
+
+class Stop(BaseException):
+    """What is no Exception, like the groups of a task group that was interrupted."""
+
+
+async def test_what_is_raised_and_no_exception_leaves_no_key_either(shop: Shop) -> None:
+    async with shop.sessions.begin() as session:
+        with pytest.raises(Stop):
+            await shop.order(session, raising=Stop())
+        with pytest.raises(BaseExceptionGroup):
+            await shop.order(session, raising=BaseExceptionGroup("two", [Stop(), ValueError()]))
+    assert (await shop.stored(), await shop.items()) == ([], [])
+
+
+async def test_work_whose_coroutine_is_closed_leaves_no_key(shop: Shop) -> None:
+    async with shop.sessions() as session:
+
+        async def closed() -> None:
+            raise GeneratorExit
+
+        with pytest.raises(GeneratorExit):
+            await shop.order(session, meanwhile=closed)
+        with pytest.raises(KeyLost):
+            await session.commit()
+    assert (await shop.stored(), await shop.items()) == ([], [])
 
 
 async def test_a_key_is_free_again_in_the_transaction_in_which_its_work_failed(shop: Shop) -> None:

@@ -171,7 +171,7 @@ async def test_work_that_commits_the_session_is_stopped(shop: Shop) -> None:
             await session.commit()
             return 201, None
 
-        with pytest.raises(KeyLost, match="ended the transaction that its answer must commit in"):
+        with pytest.raises(KeyLost, match="may not end before the answer is stored in it"):
             await shop.keys.run(session, scope="Ada", key="order-1", fingerprint=b"", work=work)
         assert await shop.items() == []
         await session.commit()
@@ -222,6 +222,26 @@ async def test_work_that_ends_the_sessions_transaction_stores_nothing(shop: Shop
             await shop.keys.run(session, scope="Ada", key="order-1", fingerprint=b"one book", work=work)
         await session.commit()
     assert (await shop.items(), await shop.stored()) == ([], [])
+
+
+@pytest.mark.parametrize("ends", ["commit", "rollback"])
+async def test_work_that_ends_the_transaction_below_the_session_stores_nothing(shop: Shop, ends: str) -> None:
+    async with shop.sessions() as session:
+
+        async def work() -> tuple[int, None]:
+            connection = await session.connection()
+            await connection.execute(text("INSERT INTO orders (item) VALUES ('book')"))
+            await getattr(connection, ends)()
+            return 201, None
+
+        with pytest.raises(KeyLost):
+            await shop.keys.run(session, scope="Ada", key="order-1", fingerprint=b"one book", work=work)
+    if ends == "commit":
+        with pytest.raises(KeyUnanswered):
+            await shop.request()
+    else:
+        assert (await shop.request()).replayed is False
+    assert (shop.worked, await shop.items()) == (int(ends == "rollback"), ["book"])
 
 
 async def test_refused_work_that_has_rolled_back_stores_nothing(shop: Shop) -> None:
