@@ -220,7 +220,7 @@ def webhooks_table(metadata: MetaData, name: str, schema: str | None) -> Table:
             Column("caller", Text, nullable=False),
             Column("account", Text),
             Column("type", Text, nullable=False),
-            Column("origin", Text, nullable=False),
+            Column("origin", Text(collation="C"), nullable=False),  # in the order that Python has too
             Column("url_digest", LargeBinary, nullable=False),
             Column("signing_scope", Text),
             Column("key_id", Text, nullable=False),
