@@ -140,9 +140,10 @@ class EmbeddedCluster(EmbeddedValkey):
 
     def __init__(self) -> None:
         super().__init__()
-        with socket.socket() as probe:
+        with socket.socket() as probe, socket.socket() as other:
             probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+            other.bind(("127.0.0.1", 0))
+            self.port, self._bus_port = (int(each.getsockname()[1]) for each in (probe, other))
 
     def start(self, *, timeout: float = 30.0) -> None:
         """Start the node and give it all slots."""
@@ -155,7 +156,8 @@ class EmbeddedCluster(EmbeddedValkey):
                 time.sleep(0.01)
 
     def _command(self) -> list[str]:
-        return [*super()._command(), "--port", str(self.port), "--cluster-enabled", "yes"]
+        ports = ("--port", str(self.port), "--cluster-port", str(self._bus_port))
+        return [*super()._command(), *ports, "--cluster-enabled", "yes"]
 
 
 def _text(name: str | bytes) -> str:

@@ -215,7 +215,7 @@ class Batch:
         if rest:
             self._lanes.appendleft(rest)
         if key is not None:
-            self._open_lanes.pop(key)
+            self._open_lanes.pop(key, None)
             if rest:
                 self._open_lanes[key] = rest
         if self._lanes:

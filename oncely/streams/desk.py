@@ -94,10 +94,15 @@ class Desk:
         """Acknowledges what was handled. Raises what Redis raises, and keeps it then."""
         while self.done:
             done, ok = self.done[:], self.ok[:]
-            await self.group.acknowledge(done)
+            self.done.clear()
+            self.ok.clear()
+            try:
+                await self.group.acknowledge(done)
+            except BaseException:
+                self.done[:0] = done
+                self.ok[:0] = ok
+                raise
             self.settled += len(done)
-            del self.done[: len(done)]
-            del self.ok[: len(ok)]
             for event, seconds in ok:
                 await self.handling.report(event, "ok", seconds)
 
@@ -116,13 +121,16 @@ class Desk:
         for entry in self.held.dropped(trimmed):
             await self._lost(self._event(entry))
 
-    async def release(self, entries: Iterable[Entry]) -> None:
-        """Gives entries back that were not handled, with no attempt counted."""
+    async def release(self, entries: Iterable[Entry], *, young: bool = False) -> None:
+        """Gives entries back that were not handled, with no attempt counted.
+
+        They are due at once, or, when `young`, as if they had just been delivered.
+        """
         back = {entry.id: entry for entry in entries if entry.gone is None}
         for entry in back.values():
             entry.stage = Stage.ENDED
         counts = [(entry.id, entry.attempt - 1) for entry in back.values()]
-        for entry_id in await self.group.release(counts):
+        for entry_id in await self.group.release(counts, young=young):
             await self._lost(self._event(back[entry_id]))
 
     async def check_heads(self) -> None:

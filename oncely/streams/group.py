@@ -109,9 +109,16 @@ class Group:
             pending.update(await self._call(PENDING, *ids[at : at + _CHUNK]))
         return pending
 
-    async def release(self, entries: Iterable[tuple[bytes, int]]) -> set[bytes]:
-        """Gives entries back, each with the count that it had before; returns those trimmed away."""
-        words = [word for entry_id, count in entries for word in (entry_id, self._due_after(count), count)]
+    async def release(self, entries: Iterable[tuple[bytes, int]], *, young: bool = False) -> set[bytes]:
+        """Gives entries back, each with the count that it had before; returns those trimmed away.
+
+        They are due at once, or, when `young`, as if they had just been delivered.
+        """
+        words = [
+            word
+            for entry_id, count in entries
+            for word in (entry_id, 0 if young else self._due_after(count), count)
+        ]
         trimmed: set[bytes] = set()
         for at in range(0, len(words), 3 * _CHUNK):
             trimmed.update(await self._call(RELEASE, self.consumer, *words[at : at + 3 * _CHUNK]))

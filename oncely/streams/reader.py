@@ -21,7 +21,7 @@ from oncely.streams.wire import RawEntry, entries_in
 
 __all__ = ["Reader"]
 
-_SLICE = 0.5  # seconds
+_SLICE = 0.25  # seconds; a stop waits for its end
 _LATE = 5.0  # seconds that the answer may take beyond the wait
 
 

@@ -41,6 +41,7 @@ class Worker:
         self._concurrency = concurrency
         self._taken: list[Taken] = []  # taken over while others ran: they are the next turn's
         self._look_at = 0.0
+        self._renew_at = 0.0
         self._reap_at = 0.0
 
     async def turn(self, count: int, *, until: float = 0.0, running: bool = False) -> bool:
@@ -51,8 +52,7 @@ class Worker:
         """
         desk = self._desk
         await desk.flush()
-        await desk.check_heads()
-        await self._reap()
+        await self._tend()
         taken = await self._take_over(count) if not running or self._looks() else []
         if taken:
             self._look_at = 0.0  # there may be more
@@ -69,7 +69,8 @@ class Worker:
         """Gives back what is held and not handled, and takes this worker's name out of the group."""
         taken, self._taken = self._taken, []
         await self._group.release(map(_as_it_was, taken))
-        await self._desk.release(self._desk.held.clear())
+        # Young, so that they are not taken over before the failed ones that they wait for.
+        await self._desk.release(self._desk.held.clear(), young=True)
         await self._desk.flush()
         await self._group.retire()
 
@@ -98,7 +99,8 @@ class Worker:
     async def _wait(self, count: int, seconds: float) -> list[RawEntry]:
         if seconds <= 0 or not self._reads():
             return []
-        return await self._unbroken(self._reader.read(count, min(seconds, self._retry_after)), _unread)
+        longest = self._retry_after / 3 if self._desk.held else self._retry_after
+        return await self._unbroken(self._reader.read(count, min(seconds, longest)), _unread)
 
     def _reads(self) -> bool:
         return not self.stop.is_set() and self._desk.held.waiting < _MOST_HELD
@@ -106,8 +108,7 @@ class Worker:
     async def _more(self, count: int) -> list[Lane] | None:
         """Lanes for a batch that has places free; None when something is due that must run alone."""
         if self._looks():
-            await self._desk.check_heads()
-            await self._reap()
+            await self._tend()
             self._taken = await self._take_over(count)
             if self._taken:
                 return None
@@ -157,14 +158,19 @@ class Worker:
         )
         await batch.run()
 
-    async def _reap(self) -> None:
-        if monotonic() < self._reap_at:
-            return
-        stale = self._retry_after * _STALE
-        self._reap_at = monotonic() + stale
-        reaped = await self._group.reap(int(stale * 1000))
-        if reaped:
-            logger.info("removed %d names of workers that are gone", len(reaped))
+    async def _tend(self) -> None:
+        """Looks after what waits behind failed entries, and after the names of other workers."""
+        now = monotonic()
+        await self._desk.check_heads()
+        if now >= self._renew_at:
+            self._renew_at = now + self._retry_after / 3
+            await self._desk.renew(())
+        if now >= self._reap_at:
+            stale = self._retry_after * _STALE
+            self._reap_at = now + stale
+            reaped = await self._group.reap(int(stale * 1000))
+            if reaped:
+                logger.info("removed %d names of workers that are gone", len(reaped))
 
     async def _unbroken(
         self, getting: Coroutine[Any, Any, list[_Got]], back: Callable[[_Got], tuple[bytes, int]]

@@ -174,6 +174,16 @@ async def test_acknowledgements_outlast_an_outage(own_valkey: EmbeddedValkey) ->
         assert handler.attempts == [("a", 1)]
 
 
+async def test_workers_that_come_together_make_one_group(redis: Redis, stream: str) -> None:
+    handler = Recorder()
+    await stream_publisher(redis, stream)(events("a", "b", "c"))
+    consumers = [StreamConsumer(redis, stream=stream) for _ in range(4)]
+    for consumer in consumers:
+        consumer.subscribe("*", handler)
+    assert sum(await asyncio.gather(*(consumer.run_once() for consumer in consumers))) == 3
+    assert sorted(handler.handled) == ["a", "b", "c"]
+
+
 async def test_a_key_that_holds_no_stream_ends_it_with_a_clear_error(redis: Redis, stream: str) -> None:
     await redis.set(stream, "text")
     consumer = StreamConsumer(redis, stream=stream)
@@ -315,19 +325,73 @@ async def test_a_slow_handler_keeps_its_entry(redis: Redis, stream: str) -> None
 
 
 async def test_entries_that_wait_behind_a_failed_one_are_kept_too(redis: Redis, stream: str) -> None:
-    handler = Recorder(a1=1)
-    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=300, consumer="a")
-    consumer.subscribe("*", handler)
-    thief = Recorder()
-    other = StreamConsumer(redis, stream=stream, retry_after_ms=300, consumer="b")
-    other.subscribe("*", thief)
+    """Whoever retries the failed one, its followers stay where they are and keep their turn."""
+    calls: list[tuple[str, str, int]] = []
+    consumers = [StreamConsumer(redis, stream=stream, retry_after_ms=200, consumer=name) for name in "ab"]
+    for consumer in consumers:
+
+        @consumer.subscribe("*")
+        async def handle(event: Event, name: str = consumer.consumer) -> None:
+            calls.append((name, event.payload, event.attempt))
+            if event.payload == "a1" and event.attempt < 4:
+                raise ValueError
+
     await stream_publisher(redis, stream)(events("a1", "a2", "a3", key="a"))
-    async with running(consumer):
-        await until(lambda: called(handler.attempts, 1))
-        await redis.xclaim(stream, "workers", "a", 0, (await ids(redis, stream))[:1], justid=True)
-        await until(lambda: has(handler, 3))
-    assert thief.attempts == []
+    async with running(consumers[0]):
+        await until(lambda: called(calls, 1))
+        async with running(consumers[1]):
+            await until(lambda: called(calls, 6))
+    assert [(payload, attempt) for _, payload, attempt in calls] == [
+        ("a1", 1),
+        ("a1", 2),
+        ("a1", 3),
+        ("a1", 4),
+        ("a2", 1),
+        ("a3", 1),
+    ]
+    assert [name for name, payload, _ in calls if payload != "a1"] == ["a", "a"]
+
+
+async def test_a_stop_leaves_the_order_of_a_key_as_it_is(redis: Redis, stream: str) -> None:
+    """What waits behind a failed event is not given to anybody before that one."""
+    handler = Recorder(a1=1)
+    for _ in range(2):
+        consumer = StreamConsumer(redis, stream=stream, retry_after_ms=150)
+        consumer.subscribe("*", handler)
+        if not handler.attempts:
+            await stream_publisher(redis, stream)(events("a1", "a2", "a3", key="a"))
+            async with running(consumer):
+                await until(lambda: called(handler.attempts, 1))
+            assert [count for _, count in await pending(consumer, redis)] == [1, 0, 0]
+        else:
+            async with running(consumer):
+                await until(lambda: has(handler, 3))
     assert handler.attempts == [("a1", 1), ("a1", 2), ("a2", 1), ("a3", 1)]
+
+
+async def test_a_handler_that_will_not_be_cancelled_is_left_behind_and_its_event_is_acknowledged(
+    redis: Redis, stream: str
+) -> None:
+    stop, go, begun = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=60_000)
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        begun.set()
+        while not go.is_set():
+            try:
+                await go.wait()
+            except asyncio.CancelledError:
+                continue
+
+    await stream_publisher(redis, stream)(events("a", "b"))
+    run = asyncio.create_task(consumer.run(stop, grace=timedelta(milliseconds=30)))
+    await begun.wait()
+    stop.set()
+    await run
+    assert [count for _, count in await pending(consumer, redis)] == [1, 1]
+    go.set()
+    await until(lambda: has_left(consumer, redis, []))
 
 
 async def test_a_worker_that_lost_its_entry_notices_and_its_late_end_harms_nobody(
