@@ -5,7 +5,7 @@ BIN := .venv/bin
 .PHONY: test demo check bench clean
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
 demo: .venv/installed
 	$(BIN)/python -m examples.shop.demo
