@@ -166,7 +166,9 @@ class Outbox:
                 await publish(claim.events)
         except PublishFailed as failed:
             ids = [event.id for event in sent(claim.events, failed)]
-            await complete(self.ledger.settle(sessionmaker, claim, published=ids), patience=_PATIENCE)
+            settling = self.ledger.settle(sessionmaker, claim, published=ids)
+            if not await complete(settling, patience=_PATIENCE):
+                failed.add_note("the claim had expired: what was sent is not marked and will be sent again")
             raise
         except BaseException as error:
             try:
