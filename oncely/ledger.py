@@ -1,4 +1,4 @@
-"""Which events are in flight: claim a batch, settle it, reap what a dead relay left behind.
+"""Which events are in flight: claim a batch, settle it, give it back, hold it for longer.
 
 One row in the claims table stands for one batch: the ids it covers, the keys it holds, a token and
 an expiry. The row is the lease. A claim is live as long as its row exists; only the reaper looks at
@@ -22,13 +22,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 from uuid import UUID, uuid4
 
 from sqlalchemy import ARRAY, BigInteger, Boolean, Integer, Interval, Table, Text, Uuid
 
 from oncely.event import Event, decode_json
 from oncely.floor import Facts, Floor
+from oncely.reaper import Reaper
 from oncely.statement import Statement
 from oncely.transaction import Sessionmaker, alone, begin
 
@@ -64,12 +65,14 @@ class Ledger:
     def __init__(self, events: Table, claims: Table, *, on_dead: OnDead) -> None:
         self._events = events
         self._floor = Floor()
+        self._reaper = Reaper(events, claims)
         self._tried_first = False
+        # Claims whose commit nobody confirmed: they may have been made, and are given back by the next.
+        self._unanswered: set[UUID] = set()
         self._name = f"{socket.gethostname()}:{os.getpid()}"
         tables = {"outbox": events, "claims": claims}
         parked = _PARKED if on_dead == "park" else _NOTHING_PARKED
         self._lock = Statement(_LOCK, tables)
-        self._reap = Statement(_REAP, tables, {"limit": Integer})
         self._choose = Statement(
             _CHOOSE.replace("/* parked */", parked),
             tables,
@@ -98,6 +101,7 @@ class Ledger:
                 "delays": ARRAY(Interval),
             },
         )
+        self._give_back = Statement(_GIVE_BACK, tables, {"tokens": ARRAY(Uuid)})
         self._release = Statement(_RELEASE, tables, {"token": Uuid})
         self._marked = Statement(_MARKED, tables, {"ids": ARRAY(Uuid)})
         self._renew = Statement(_RENEW, tables, {"token": Uuid, "lease": Interval})
@@ -106,26 +110,38 @@ class Ledger:
         """Take up to `limit` events for `lease`; None when nothing may be published now."""
         begun = time.monotonic()
         token = uuid4()
+        unanswered = list(self._unanswered)
+        rows: Sequence[Any] = ()
         self._tried_first = not self._tried_first
-        async with begin(sessionmaker, self._events) as connection:
-            expired = (await connection.execute(self._lock)).scalar_one()
-            if expired:
-                await connection.execute(self._reap, {"limit": _REAPED_AT_ONCE})
-            keys_used = self._floor.detour_keys
-            parameters = {
-                "token": token,
-                "claimed_by": self._name,
-                "lease": lease,
-                "limit": limit,
-                "tried_first": self._tried_first,
-                **self._floor.parameters(),
-            }
-            rows = (await connection.execute(self._choose, parameters)).fetchall()
+        try:
+            async with begin(sessionmaker, self._events) as connection:
+                expired = (await connection.execute(self._lock)).scalar_one()
+                if expired:
+                    await self._reaper.reap(connection)
+                if unanswered:
+                    await connection.execute(self._give_back, {"tokens": unanswered})
+                keys_used = self._floor.detour_keys
+                parameters = {
+                    "token": token,
+                    "claimed_by": self._name,
+                    "lease": lease,
+                    "limit": limit,
+                    "tried_first": self._tried_first,
+                    **self._floor.parameters(),
+                }
+                rows = (await connection.execute(self._choose, parameters)).fetchall()
+        except BaseException:
+            if rows:
+                self._unanswered.add(token)
+            raise
+        self._unanswered.difference_update(unanswered)
         if not rows:
             return None
         facts, *found = rows
         self._floor = self._floor.after(
-            Facts(**decode_json(facts.topic)), keys_used=keys_used, trust_position=not expired
+            Facts(**decode_json(facts.topic)),
+            keys_used=keys_used,
+            trust_position=not (expired or unanswered),
         )
         # A tenth of the lease is kept for the settling, and for clocks that run at other speeds.
         return Claim(
@@ -178,8 +194,6 @@ class Ledger:
         return begun + lease.total_seconds() * 0.9 if held else None
 
 
-_REAPED_AT_ONCE = 20
-
 # In a statement of its own, so that the next one sees what was committed while this one waited. A
 # claimer that stalls with the lock is ended by the server, so it cannot stop the others. A queue's
 # statistics are always out of date, so for this transaction the planner is told what is known: along
@@ -190,45 +204,6 @@ SELECT EXISTS (SELECT FROM {claims} WHERE expires_at <= statement_timestamp()) A
 FROM pg_advisory_xact_lock(1869505381, '{claims}'::regclass::oid::int4),
      (VALUES ('idle_in_transaction_session_timeout', '5000'), ('plan_cache_mode', 'force_generic_plan'),
              ('enable_seqscan', 'off'), ('enable_bitmapscan', 'off'), ('jit', 'off')) AS setting (name, value)
-"""
-
-# A claim one of whose open events is locked by somebody waits for the next reaping: without that
-# event its successors would be tried before it. A batch's end proves nothing against each of its
-# events; a claim of one that expired has had its try.
-_REAP = """
-WITH expired AS MATERIALIZED (
-    SELECT number, event_ids, claimed_by FROM {claims}
-    WHERE expires_at <= statement_timestamp()
-    ORDER BY number LIMIT :limit
-    FOR UPDATE SKIP LOCKED
-),
-covered AS MATERIALIZED (
-    SELECT number, unnest(event_ids) AS id, cardinality(event_ids) AS size, claimed_by FROM expired
-),
-open AS MATERIALIZED (
-    SELECT id FROM {outbox}
-    WHERE id = ANY (ARRAY(SELECT id FROM covered)) AND published_at IS NULL AND dead_at IS NULL
-),
-obtained AS MATERIALIZED (
-    SELECT id FROM {outbox}
-    WHERE id = ANY (ARRAY(SELECT id FROM open)) AND published_at IS NULL AND dead_at IS NULL
-    FOR UPDATE SKIP LOCKED
-),
-blocked AS MATERIALIZED (
-    SELECT DISTINCT covered.number FROM covered JOIN open USING (id)
-    WHERE id NOT IN (SELECT id FROM obtained)
-),
-ended AS (
-    DELETE FROM {claims}
-    WHERE number IN (SELECT number FROM expired) AND number NOT IN (SELECT number FROM blocked)
-)
-UPDATE {outbox} AS event
-SET attempts = CASE WHEN covered.size = 1 THEN event.attempts + 1 ELSE greatest(event.attempts, 1) END,
-    last_error = 'ClaimExpired: ' || covered.claimed_by || ' did not come back in time',
-    due_at = statement_timestamp()
-FROM covered
-WHERE event.id = covered.id AND event.id = ANY (ARRAY(SELECT id FROM obtained))
-  AND covered.number NOT IN (SELECT number FROM blocked)
 """
 
 _NOTHING_PARKED = "SELECT NULL::text AS key, NULL::bigint AS position WHERE false"
@@ -383,6 +358,10 @@ failed AS (
     WHERE event.id = ANY ((SELECT event_ids FROM ended)::uuid[]) AND event.id = failure.id
 )
 SELECT EXISTS (SELECT FROM ended)
+"""
+
+_GIVE_BACK = """
+DELETE FROM {claims} WHERE token = ANY (:tokens)
 """
 
 _RELEASE = """

@@ -286,6 +286,7 @@ class Relay:
             except Exception as error:
                 if not is_passing(error):
                     raise
+                self.waits_for = "database"
                 _log.warning("could not settle a claim: %r", error)
                 if time.monotonic() >= delivery.deadline:
                     return False

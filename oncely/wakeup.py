@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -34,6 +34,7 @@ __all__ = ["WINDOW", "Wakeup"]
 WINDOW = timedelta(milliseconds=10)
 
 _PATIENCE = timedelta(seconds=2)
+_FAREWELL = timedelta(milliseconds=200)
 _PENDING = "oncely.wakeup"
 _log = logging.getLogger(__name__)
 
@@ -124,8 +125,9 @@ class Wakeup:
             hear = _hear_on_psycopg if engine.dialect.driver == "psycopg" else _hear_on_asyncpg
             yield connection.driver_connection, hear
         finally:
-            # Closing it in the usual way would wait for ever for a server that has vanished.
-            await greenlet_spawn(connection.invalidate)
+            # Closing it in the usual way would wait for ever for a server that has vanished; this hangs up.
+            with suppress(TimeoutError):
+                await within(greenlet_spawn(connection.invalidate), _FAREWELL)
 
 
 def _announce_pending(session: Session) -> None:

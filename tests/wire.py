@@ -12,6 +12,7 @@ see nothing at all, as when a machine behind the network is gone (a half-open co
 from __future__ import annotations
 
 import asyncio
+import re
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -78,8 +79,12 @@ class Wire:
 
     def lose_next_reply(self) -> None:
         """The server gets what is sent next, and its reply is lost: the connection is cut instead."""
+        self.lose_reply_to(b"")
+
+    def lose_reply_to(self, pattern: bytes) -> None:
+        """The same for the next message in which this regular expression is found, on what is connected."""
         for line in self._lines:
-            line.lose_reply = True
+            line.losing = pattern
 
     @asynccontextmanager
     async def _listening(self, path: Path) -> AsyncIterator[None]:
@@ -107,7 +112,8 @@ class _Line:
 
     def __init__(self, client: asyncio.StreamWriter, *, silent: bool) -> None:
         self.silent = silent
-        self.lose_reply = False
+        self.losing: bytes | None = None
+        self._lost = False
         self.ended = asyncio.Event()
         self._closed = asyncio.Event()
         self._writers = [client]
@@ -139,8 +145,10 @@ class _Line:
     async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, reply: bool) -> None:
         try:
             while data := await source.read(65_536):
-                if reply and self.lose_reply:
+                if reply and self._lost:
                     return
+                if not reply and self.losing is not None and re.search(self.losing, data):
+                    self._lost = True
                 if not self.silent:
                     sink.write(data)
                     await sink.drain()
