@@ -56,7 +56,7 @@ class Shop:
     @classmethod
     async def open(cls, engine: AsyncEngine) -> Shop:
         async with engine.begin() as connection:
-            await connection.run_sync(Base.metadata.create_all)
+            await connection.run_sync(Base.metadata.create_all, checkfirst=False)
         return cls(engine)
 
     def work(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
-from sqlalchemy import event, inspect, select, text
+from sqlalchemy import MetaData, event, inspect, select, text
 from sqlalchemy.exc import DBAPIError, IntegrityError, PendingRollbackError
 from sqlalchemy.ext.asyncio import (
     AsyncConnection,
@@ -19,7 +20,7 @@ from sqlalchemy.ext.asyncio import (
 )
 from sqlalchemy.orm import selectinload
 
-from oncely import Outcome, Refused
+from oncely import Event, Outbox, Outcome, Refused
 from oncely.errors import NoTransaction
 from tests.database import Database
 from tests.keys import Base, Customer, Order, Shop, sent
@@ -409,6 +410,28 @@ async def test_writes_on_a_connection_taken_before_are_undone_too(shop: Shop, se
     assert (await run(shop, session, work)).status == 409
     await session.commit()
     assert await shop.items() == []
+
+
+@pytest.mark.parametrize(("raising", "sent_events"), [(None, 1), (SOLD_OUT, 0), (ConnectionError("away"), 0)])
+async def test_an_event_of_the_work_leaves_if_and_only_if_the_work_stands(
+    shop: Shop, session: AsyncSession, raising: Exception | None, sent_events: int
+) -> None:
+    metadata = MetaData()
+    outbox = Outbox(metadata)
+    async with shop.engine.begin() as connection:
+        await connection.run_sync(metadata.create_all)
+    with suppress(ConnectionError):
+        await shop.order(
+            session, meanwhile=lambda: outbox.emit(session, "order.placed", {"item": "book"}), raising=raising
+        )
+    await session.commit()
+    relayed: list[Event] = []
+
+    async def publish(events: Sequence[Event]) -> None:
+        relayed.extend(events)
+
+    await outbox.relay_once(shop.sessions, publish)
+    assert len(relayed) == sent_events
 
 
 async def test_a_hook_of_the_session_that_fails_leaves_no_key(shop: Shop, session: AsyncSession) -> None:
