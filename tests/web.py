@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import APIRouter, FastAPI, Request
 from httpx import ASGITransport, AsyncClient, Response
@@ -18,6 +18,9 @@ from oncely.fastapi import idempotent_route
 __all__ = ["KEY", "KEYS", "Order", "Web", "client_of", "customer", "message"]
 
 KEY = "key-0001"
+
+Application: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
+"""An ASGI application."""
 
 
 class Base(DeclarativeBase):
@@ -85,11 +88,12 @@ class Web:
 
 
 @asynccontextmanager
-async def client_of(app: FastAPI | APIRouter, *, key: str | None = KEY) -> AsyncIterator[AsyncClient]:
+async def client_of(app: Application | APIRouter, *, key: str | None = KEY) -> AsyncIterator[AsyncClient]:
     """A client in the process of its application, that sends a key; errors are its 500s."""
     if isinstance(app, APIRouter):
-        router, app = app, FastAPI()
-        app.include_router(router)
+        application = FastAPI()
+        application.include_router(app)
+        app = application
     transport = ASGITransport(app=app, raise_app_exceptions=False)
     headers = {} if key is None else {"Idempotency-Key": key}
     async with AsyncClient(transport=transport, base_url="http://shop", headers=headers) as client:

@@ -1,0 +1,693 @@
+"""The key, the work and the answer are one transaction, committed before the first byte leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import pytest
+from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse, Response
+from sqlalchemy import MetaData, event, text, update
+from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+
+from oncely import Outbox, Refused
+from oncely.errors import KeyLost
+from oncely.fastapi import IdempotentSession, TransactionConflict
+from tests.database import Database
+from tests.waiting import backend_waits
+from tests.web import KEY, Order, Web, client_of, message
+
+
+@pytest.fixture(params=["asyncpg"])
+def driver(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def database(schema: Database) -> Database:
+    return schema
+
+
+@pytest.fixture
+async def web(engine: AsyncEngine) -> Web:
+    return await Web.open(engine)
+
+
+async def test_the_commit_comes_before_the_first_byte(web: Web) -> None:
+    router, seen = web.router(), []
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> None:
+        session.add(Order(item="tea"))
+
+    app = FastAPI()
+    app.include_router(router)
+
+    async def watched(scope: Any, receive: Any, send: Any) -> None:
+        async def send_watched(sent: Any) -> None:
+            seen.append((sent["type"], await web.items(), await web.stored()))
+            await send(sent)
+
+        await app(scope, receive, send_watched)
+
+    async with client_of(watched) as client:
+        await client.post("/orders")
+    assert seen[0] == ("http.response.start", ["tea"], [(KEY, 200)])
+
+
+@pytest.mark.parametrize("required", [True, False])
+async def test_a_commit_that_fails_is_a_500_and_a_retry_works_again(web: Web, required: bool) -> None:
+    router = web.router(required=required)
+
+    @router.post("/orders", status_code=201)
+    async def create_order(session: IdempotentSession) -> str:
+        session.add(Order(item="tea", name="the only one"))
+        return "made"
+
+    async with web.sessions.begin() as session:
+        session.add(Order(item="coffee", name="the only one"))
+    async with client_of(router, key=KEY if required else None) as client:
+        first = await client.post("/orders")
+        assert (first.status_code, first.text) == (500, "Internal Server Error")
+        assert (await web.items(), await web.stored()) == (["coffee"], [])
+        async with web.sessions.begin() as session:
+            await session.execute(update(Order).values(name="another one"))
+        retry = await client.post("/orders")
+    assert (retry.status_code, retry.json()) == (201, "made")
+    assert "idempotency-replayed" not in retry.headers
+    assert await web.items() == ["coffee", "tea"]
+
+
+async def test_an_applications_handler_answers_for_a_commit_that_fails(web: Web) -> None:
+    router = web.router()
+
+    @router.post("/orders", status_code=201)
+    async def create_order(session: IdempotentSession) -> None:
+        session.add_all([Order(item="tea", name="the same"), Order(item="tea", name="the same")])
+
+    app = FastAPI()
+    app.include_router(router)
+
+    @app.exception_handler(IntegrityError)
+    async def conflict(request: Request, error: Exception) -> Response:
+        return JSONResponse({"detail": "this name is taken"}, 409)
+
+    async with client_of(app) as client:
+        responses = [await client.post("/orders") for _ in range(2)]
+    assert [(r.status_code, r.json()) for r in responses] == [(409, {"detail": "this name is taken"})] * 2
+    assert all("idempotency-replayed" not in r.headers for r in responses)
+    assert (await web.items(), await web.stored()) == ([], [])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), HTTPException(404, "no such seat")])
+async def test_an_error_leaves_neither_work_nor_key(web: Web, error: Exception) -> None:
+    router, calls = web.router(refusals=[409]), []
+
+    @router.post("/orders", status_code=201)
+    async def create_order(session: IdempotentSession) -> str:
+        calls.append(1)
+        session.add(Order(item="tea"))
+        await session.flush()
+        if len(calls) == 1:
+            raise error
+        return "made"
+
+    async with client_of(router) as client:
+        first = await client.post("/orders")
+        assert (await web.items(), await web.stored()) == ([], [])
+        assert await web.idle_in_transaction() == 0
+        retry = await client.post("/orders")
+    assert first.status_code == (404 if isinstance(error, HTTPException) else 500)
+    assert (retry.status_code, await web.items(), len(calls)) == (201, ["tea"], 2)
+
+
+async def test_a_5xx_is_never_stored_and_undoes_the_work(web: Web) -> None:
+    router, calls = web.router(), []
+
+    @router.post("/orders", status_code=201)
+    async def create_order(session: IdempotentSession) -> Any:
+        calls.append(1)
+        session.add(Order(item="tea"))
+        return JSONResponse({"try": "again"}, 503, {"Retry-After": "7"}) if len(calls) == 1 else "made"
+
+    async with client_of(router) as client:
+        first, retry = await client.post("/orders"), await client.post("/orders")
+    assert (first.status_code, first.headers["retry-after"]) == (503, "7")
+    assert (retry.status_code, retry.json(), await web.items()) == (201, "made", ["tea"])
+
+
+async def test_a_4xx_that_is_returned_is_an_answer_and_keeps_the_work(web: Web) -> None:
+    router = web.router()
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> Any:
+        session.add(Order(item="an attempt"))
+        return JSONResponse({"detail": "no"}, 402)
+
+    async with client_of(router) as client:
+        first, again = await client.post("/orders"), await client.post("/orders")
+    assert (message(again), again.headers["idempotency-replayed"]) == (message(first), "true")
+    assert (await web.items(), await web.stored()) == (["an attempt"], [(KEY, 402)])
+
+
+async def test_an_exception_of_a_named_status_is_an_answer_without_the_work(web: Web) -> None:
+    router, calls = web.router(refusals=[409]), []
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> None:
+        calls.append(1)
+        session.add(Order(item="tea"))
+        await session.flush()
+        raise HTTPException(409, "sold out", {"X-Seat": "7", "ETag": '"1"'})
+
+    async with client_of(router) as client:
+        first, again = await client.post("/orders"), await client.post("/orders")
+    assert (first.status_code, first.json(), first.headers["x-seat"]) == (409, {"detail": "sold out"}, "7")
+    assert (again.status_code, again.content, again.headers["etag"]) == (409, first.content, '"1"')
+    assert again.headers["content-type"] == first.headers["content-type"] == "application/json"
+    assert again.headers["content-length"] == first.headers["content-length"]
+    assert again.headers["idempotency-replayed"] == "true"
+    assert "x-seat" not in again.headers
+    assert (len(calls), await web.items(), await web.stored()) == (1, [], [(KEY, 409)])
+
+
+async def test_a_refusal_is_stored_as_the_application_renders_it(web: Web) -> None:
+    router, rendered = web.router(refusals=[409]), []
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> None:
+        raise HTTPException(409, "sold out")
+
+    app = FastAPI()
+    app.include_router(router)
+
+    @app.exception_handler(HTTPException)
+    async def own(request: Request, error: Exception) -> Response:
+        rendered.append(error)
+        return JSONResponse({"error": {"number": len(rendered)}}, 409)
+
+    async with client_of(app) as client:
+        responses = [await client.post("/orders") for _ in range(3)]
+    assert [response.json() for response in responses] == [{"error": {"number": 1}}] * 3
+    assert len(rendered) == 1
+
+
+async def test_a_refusal_that_the_application_turns_into_something_else_is_not_stored(web: Web) -> None:
+    router, calls = web.router(refusals=[409]), []
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> None:
+        calls.append(1)
+        raise HTTPException(409, "sold out")
+
+    app = FastAPI()
+    app.include_router(router)
+
+    @app.exception_handler(HTTPException)
+    async def own(request: Request, error: Exception) -> Response:
+        return JSONResponse({}, 503)
+
+    async with client_of(app) as client:
+        assert [(await client.post("/orders")).status_code for _ in range(2)] == [503, 503]
+    assert (len(calls), await web.stored()) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("refused", "content_type", "body"),
+    [
+        (
+            Refused(402, '{"error": "no money"}', {"Link": "</pay>"}),
+            "application/json",
+            b'{"error": "no money"}',
+        ),
+        (
+            Refused(402, b"\x00\xff", [("Content-Type", "image/x"), ("Link", "</pay>")]),
+            "image/x",
+            b"\x00\xff",
+        ),
+    ],
+)
+async def test_refused_is_an_answer(web: Web, refused: Refused, content_type: str, body: bytes) -> None:
+    router, calls = web.router(), []
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> None:
+        calls.append(1)
+        session.add(Order(item="tea"))
+        raise refused
+
+    async with client_of(router) as client:
+        first, again = await client.post("/orders"), await client.post("/orders")
+    assert (first.status_code, first.headers["content-type"], first.content) == (402, content_type, body)
+    assert first.headers["link"] == "</pay>"
+    assert (message(again), again.headers["idempotency-replayed"]) == (message(first), "true")
+    assert (len(calls), await web.items(), await web.stored()) == (1, [], [(KEY, 402)])
+
+
+async def test_refused_with_a_5xx_is_said_and_not_stored(web: Web) -> None:
+    router = web.router()
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> None:
+        raise Refused(503, "{}")
+
+    async with client_of(router) as client:
+        assert [(await client.post("/orders")).status_code for _ in range(2)] == [503, 503]
+    assert await web.stored() == []
+
+
+@pytest.mark.parametrize("refusal", [Refused(409, "{}"), HTTPException(409)])
+async def test_without_a_key_a_refusal_is_said_and_undoes_the_work(web: Web, refusal: Exception) -> None:
+    router = web.router(required=False, refusals=[409])
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> None:
+        session.add(Order(item="tea"))
+        await session.flush()
+        raise refusal
+
+    async with client_of(router, key=None) as client:
+        assert [(await client.post("/orders")).status_code for _ in range(2)] == [409, 409]
+    assert (await web.items(), await web.stored()) == ([], [])
+
+
+async def note_visit(session: IdempotentSession) -> None:
+    session.add(Order(item="a visit"))
+
+
+async def test_what_a_dependency_wrote_before_the_claim_is_kept_with_each_answer(web: Web) -> None:
+    router = web.router(refusals=[409])
+
+    @router.post("/orders/{what}", dependencies=[Depends(note_visit)])
+    async def create_order(what: str, session: IdempotentSession) -> None:
+        session.add(Order(item="work"))
+        if what == "refused":
+            raise HTTPException(409)
+        if what == "broken":
+            raise RuntimeError
+
+    async with client_of(router) as client:
+        for what in ("made", "made", "refused", "refused", "broken"):
+            await client.post(f"/orders/{what}", headers={"Idempotency-Key": f"key-of-{what}"})
+    assert await web.items() == ["a visit", "work", "a visit", "a visit", "a visit"]
+
+
+class Seen:
+    """What the exits of dependencies saw."""
+
+    errors: ClassVar[list[Exception | None]] = []
+
+
+async def watch() -> AsyncIterator[None]:
+    try:
+        yield
+    except Exception as error:
+        Seen.errors.append(error)
+        raise
+    Seen.errors.append(None)
+
+
+async def translate() -> AsyncIterator[None]:
+    try:
+        yield
+    except LookupError as error:
+        raise HTTPException(409, "translated") from error
+
+
+@pytest.mark.parametrize("error", [None, HTTPException(409), Refused(409, "{}"), RuntimeError("a bug")])
+async def test_dependencies_see_what_the_endpoint_raised(web: Web, error: Exception | None) -> None:
+    Seen.errors.clear()
+    router = web.router(refusals=[409])
+
+    @router.post("/orders", dependencies=[Depends(watch)])
+    async def create_order(session: IdempotentSession) -> None:
+        if error is not None:
+            raise error
+
+    async with client_of(router) as client:
+        await client.post("/orders")
+    assert Seen.errors == [error]
+
+
+async def test_what_a_dependency_makes_of_an_error_is_not_an_answer_of_the_endpoint(web: Web) -> None:
+    router, calls = web.router(refusals=[409]), []
+
+    @router.post("/orders", dependencies=[Depends(translate)])
+    async def create_order(session: IdempotentSession) -> None:
+        calls.append(1)
+        raise LookupError
+
+    async with client_of(router) as client:
+        responses = [await client.post("/orders") for _ in range(2)]
+    assert [response.json() for response in responses] == [{"detail": "translated"}] * 2
+    assert (len(calls), await web.stored()) == (2, [])
+
+
+async def test_a_response_that_does_not_fit_its_model_stores_nothing(web: Web) -> None:
+    router = web.router()
+
+    @router.post("/orders", response_model=int)
+    async def create_order(session: IdempotentSession) -> str:
+        session.add(Order(item="tea"))
+        return "no number"
+
+    async with client_of(router) as client:
+        assert (await client.post("/orders")).status_code == 500
+    assert (await web.items(), await web.stored()) == ([], [])
+
+
+@pytest.mark.parametrize("ending", [AsyncSession.commit, AsyncSession.rollback, AsyncSession.close])
+async def test_an_endpoint_that_ends_the_transaction_is_an_error_and_stores_nothing(
+    web: Web, ending: Callable[[AsyncSession], Any]
+) -> None:
+    router = web.router()
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> None:
+        session.add(Order(item="tea"))
+        await session.flush()
+        await ending(session)
+
+    app = FastAPI()
+    app.include_router(router)
+    raised = []
+
+    @app.exception_handler(KeyLost)
+    async def lost(request: Request, error: Exception) -> Response:
+        raised.append(error)
+        return Response(status_code=500)
+
+    async with client_of(app) as client:
+        assert (await client.post("/orders")).status_code == 500
+    assert (len(raised), await web.items(), await web.stored()) == (1, [], [])
+
+
+async def test_events_leave_with_the_answer_and_not_without(web: Web, engine: AsyncEngine) -> None:
+    metadata = MetaData()
+    outbox = Outbox(metadata)
+    async with engine.begin() as connection:
+        await connection.run_sync(metadata.create_all)
+    router, calls = web.router(), []
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> None:
+        calls.append(1)
+        await outbox.emit(session, "order.placed", {"call": len(calls)})
+        if len(calls) == 1:
+            raise RuntimeError("the first time")
+
+    async with client_of(router) as client:
+        assert [(await client.post("/orders")).status_code for _ in range(3)] == [500, 200, 200]
+    async with engine.connect() as connection:
+        payloads = await connection.execute(text("SELECT payload->>'call' FROM outbox"))
+        assert payloads.scalars().all() == ["2"]
+
+
+async def test_a_serialization_failure_is_a_409_and_a_retry_works(web: Web, engines: Any) -> None:
+    web.sessions = async_sessionmaker(engines(isolation_level="REPEATABLE READ"))
+    router, read, go = web.router(), asyncio.Event(), asyncio.Event()
+    async with web.sessions.begin() as session:
+        session.add(Order(item="stock"))
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> str:
+        await session.execute(text("SELECT item FROM orders"))
+        read.set()
+        await go.wait()
+        await session.execute(update(Order).values(item="taken"))
+        return "made"
+
+    async with client_of(router) as client, asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(client.post("/orders"))
+        await read.wait()
+        async with web.sessions.begin() as session:
+            await session.execute(update(Order).values(item="changed"))
+        go.set()
+        conflict = await first
+        stored = await web.stored()
+        retry = await client.post("/orders")
+    assert (conflict.status_code, conflict.headers["retry-after"]) == (409, "1")
+    assert conflict.headers["content-type"] == "application/problem+json"
+    assert conflict.json()["type"] == "urn:oncely:idempotency:conflict"
+    assert stored == []
+    assert (retry.status_code, await web.items()) == (200, ["taken"])
+
+
+async def test_a_commit_that_cannot_be_serialized_is_a_409(web: Web, engines: Any) -> None:
+    web.sessions = async_sessionmaker(engines(isolation_level="SERIALIZABLE"))
+    router, both = web.router(), asyncio.Barrier(2)
+
+    @router.post("/orders/{mine}/{other}")
+    async def swap(mine: str, other: str, session: IdempotentSession) -> None:
+        await session.execute(text("SELECT count(*) FROM orders WHERE item = :other"), {"other": other})
+        await both.wait()
+        session.add(Order(item=mine))
+
+    async with client_of(router) as client:
+        one, other = await asyncio.gather(
+            client.post("/orders/a/b", headers={"Idempotency-Key": "key-of-a"}),
+            client.post("/orders/b/a", headers={"Idempotency-Key": "key-of-b"}),
+        )
+    assert sorted([one.status_code, other.status_code]) == [200, 409]
+    assert len(await web.items()) == len(await web.stored()) == 1
+
+
+async def test_a_deadlock_is_a_409_and_a_retry_works(web: Web) -> None:
+    router, calls, both = web.router(), [], asyncio.Barrier(2)
+    async with web.sessions.begin() as session:
+        session.add_all([Order(item="one"), Order(item="two")])
+
+    @router.post("/orders/{first}/{second}")
+    async def take(first: int, second: int, session: IdempotentSession) -> None:
+        calls.append(first)
+        await session.execute(update(Order).where(Order.id == first).values(name=None))
+        if len(calls) <= 2:
+            await both.wait()
+        await session.execute(update(Order).where(Order.id == second).values(name=None))
+
+    async with client_of(router) as client:
+
+        async def take_both(first: int, second: int) -> Any:
+            key = f"key-of-{first}-and-{second}"
+            return await client.post(f"/orders/{first}/{second}", headers={"Idempotency-Key": key})
+
+        one, other = await asyncio.gather(take_both(1, 2), take_both(2, 1))
+        retries = await take_both(1, 2), await take_both(2, 1)
+    lost = one if one.status_code == 409 else other
+    assert sorted([one.status_code, other.status_code]) == [200, 409]
+    assert lost.json()["type"] == "urn:oncely:idempotency:conflict"
+    assert [retry.status_code for retry in retries] == [200, 200]
+    assert (len(calls), len(await web.stored())) == (3, 2)
+
+
+async def test_what_postgresql_ended_is_a_409_also_when_the_endpoint_made_something_of_it(web: Web) -> None:
+    router = web.router(refusals=[409, 422])
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> None:
+        try:
+            await session.execute(text("DO $$ BEGIN RAISE EXCEPTION 'so' USING ERRCODE = '40001'; END $$"))
+        except DBAPIError as error:
+            raise HTTPException(422, "could not be done") from error
+
+    async with client_of(router) as client:
+        response = await client.post("/orders")
+    assert (response.status_code, response.json()["type"]) == (409, "urn:oncely:idempotency:conflict")
+    assert await web.stored() == []
+
+
+async def test_an_application_may_answer_a_conflict_itself(web: Web) -> None:
+    router = web.router()
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> None:
+        await session.execute(text("DO $$ BEGIN RAISE EXCEPTION 'so' USING ERRCODE = '40P01'; END $$"))
+
+    app = FastAPI()
+    app.include_router(router)
+
+    @app.exception_handler(TransactionConflict)
+    async def own(request: Request, error: Exception) -> Response:
+        return Response(status_code=503, headers={"Retry-After": "2"})
+
+    async with client_of(app) as client:
+        response = await client.post("/orders")
+    assert (response.status_code, response.headers["retry-after"]) == (503, "2")
+
+
+async def test_a_lost_connection_is_a_500_and_a_retry_works(web: Web) -> None:
+    router, calls = web.router(), []
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> None:
+        calls.append(1)
+        session.add(Order(item="tea"))
+        await session.flush()
+        if len(calls) == 1:
+            pid = await session.scalar(text("SELECT pg_backend_pid()"))
+            async with web.engine.connect() as other:
+                await other.execute(text("SELECT pg_terminate_backend(:pid)"), {"pid": pid})
+
+    async with client_of(router) as client:
+        assert (await client.post("/orders")).status_code == 500
+        assert await web.stored() == []
+        assert (await client.post("/orders")).status_code == 200
+    assert await web.items() == ["tea"]
+
+
+async def test_a_cancelled_request_leaves_nothing_behind(web: Web, engines: Any) -> None:
+    web.sessions = async_sessionmaker(engines(pool_size=1, max_overflow=0))
+    router, working = web.router(), asyncio.Event()
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> str:
+        session.add(Order(item="tea"))
+        await session.flush()
+        if not working.is_set():
+            working.set()
+            await asyncio.Event().wait()
+        return "made"
+
+    async with client_of(router) as client:
+        request = asyncio.create_task(client.post("/orders"))
+        await working.wait()
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        assert await web.idle_in_transaction() == 0
+        assert (await client.post("/orders")).json() == "made"
+    assert await web.items() == ["tea"]
+
+
+async def test_a_connection_is_back_in_the_pool_before_the_answer_is_sent(web: Web, engines: Any) -> None:
+    pool = engines(pool_size=1, max_overflow=0, pool_timeout=1)
+    web.sessions = async_sessionmaker(pool)
+    router, out = web.router(refusals=[409]), []
+
+    @router.post("/orders/{status}")
+    async def create_order(status: int, session: IdempotentSession) -> Any:
+        session.add(Order(item="tea"))
+        await session.flush()
+        if status == 409:
+            raise HTTPException(409)
+        if status == 404:
+            raise HTTPException(404)
+        return Response(status_code=status)
+
+    app = FastAPI()
+    app.include_router(router)
+
+    async def watched(scope: Any, receive: Any, send: Any) -> None:
+        async def send_watched(sent: Any) -> None:
+            if sent["type"] == "http.response.start":
+                out.append((sent["status"], pool.pool.checkedout()))
+            await send(sent)
+
+        await app(scope, receive, send_watched)
+
+    async with client_of(watched) as client:
+        for status in (200, 200, 409, 409, 404, 503):
+            await client.post(f"/orders/{status}", headers={"Idempotency-Key": f"key-of-{status}"})
+        await client.post("/orders/201", headers={"Idempotency-Key": "key-of-200"})
+    assert out == [(200, 0), (200, 0), (409, 0), (409, 0), (404, 0), (503, 0), (422, 0)]
+
+
+async def test_a_session_is_made_only_where_one_is_used(web: Web) -> None:
+    made: list[AsyncSession] = []
+    factory = web.sessions
+
+    def counting() -> AsyncSession:
+        made.append(factory())
+        return made[-1]
+
+    web.sessions = counting  # type: ignore[assignment]  # alike
+    router = web.router(required=False)
+
+    @router.get("/orders")
+    @router.post("/orders")
+    async def orders() -> None: ...
+
+    async with client_of(router, key=None) as client:
+        await client.get("/orders")
+        await client.post("/orders")
+        assert made == []
+        await client.post("/orders", headers={"Idempotency-Key": KEY})
+    assert len(made) == 1
+
+
+async def test_a_session_without_autobegin_is_begun(web: Web) -> None:
+    web.sessions = async_sessionmaker(web.engine, autobegin=False)
+    router = web.router(required=False)
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> None:
+        session.add(Order(item="tea"))
+
+    async with client_of(router, key=None) as client:
+        without = await client.post("/orders")
+        with_key = await client.post("/orders", headers={"Idempotency-Key": KEY})
+    assert [without.status_code, with_key.status_code] == [200, 200]
+    web.sessions = async_sessionmaker(web.engine)
+    assert await web.items() == ["tea", "tea"]
+
+
+async def test_a_sessionmaker_that_begins_the_transaction_is_taken_too(web: Web) -> None:
+    factory = web.sessions
+    web.sessions = factory.begin  # type: ignore[assignment]  # alike
+    router = web.router()
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> None:
+        session.add(Order(item="tea"))
+
+    async with client_of(router) as client:
+        assert [(await client.post("/orders")).status_code for _ in range(2)] == [200, 200]
+    web.sessions = factory
+    assert await web.items() == ["tea"]
+
+
+@pytest.fixture
+def commits(engine: AsyncEngine) -> list[str]:
+    """How the transactions of the test's engine ended."""
+    ended: list[str] = []
+    event.listen(engine.sync_engine, "commit", lambda connection: ended.append("commit"))
+    event.listen(engine.sync_engine, "rollback", lambda connection: ended.append("rollback"))
+    return ended
+
+
+async def test_each_request_is_one_transaction(web: Web, commits: list[str]) -> None:
+    router = web.router()
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> None:
+        session.add(Order(item="tea"))
+
+    async with client_of(router) as client:
+        commits.clear()
+        await client.post("/orders")
+        await client.post("/orders")
+    assert commits == ["commit", "commit"]
+
+
+async def test_the_key_is_free_for_the_second_of_two_when_the_first_fails(web: Web) -> None:
+    router, calls, go = web.router(wait=timedelta(seconds=20)), [], asyncio.Event()
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> str:
+        calls.append(1)
+        session.add(Order(item="tea"))
+        if len(calls) == 1:
+            await go.wait()
+            raise RuntimeError("the first")
+        return "made"
+
+    async with client_of(router) as client, asyncio.TaskGroup() as tasks:
+        both = [tasks.create_task(client.post("/orders")) for _ in range(2)]
+        await backend_waits(web.engine, "advisory")
+        go.set()
+    assert sorted(request.result().status_code for request in both) == [200, 500]
+    assert await web.items() == ["tea"]
