@@ -20,8 +20,11 @@ import contextvars
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from datetime import timedelta
+from math import inf
 from time import monotonic
 
+from oncely.loop import complete
 from oncely.streams.desk import Desk
 from oncely.streams.entry import Entry, Stage
 from oncely.streams.faults import BROKER_ERRORS, is_outage
@@ -31,6 +34,7 @@ __all__ = ["Batch", "Lane", "lanes_of"]
 
 Lane = list[Entry]
 _PAUSE = 0.05  # seconds that an acknowledgement may wait for others, and between two looks for more
+_PATIENCE = timedelta(days=1)  # as a task group would, a batch waits for a handler that will not end
 
 logger = logging.getLogger("oncely.streams")
 
@@ -52,7 +56,8 @@ def lanes_of(entries: Iterable[Entry]) -> list[Lane]:
 
 
 class Batch:
-    """`renew_every` is in seconds. Once `stop` is set no handler is called any more.
+    """`renew_every` is in seconds. Once `stop` is set no handler is called any more, and after the
+    monotonic time `until` no lane is begun; what is left then is given back.
 
     `more` is awaited when places are empty and all lanes are begun; it returns further lanes, or
     None when there will be none. Entries of keys that are still running line up behind those.
@@ -66,6 +71,7 @@ class Batch:
         concurrency: int,
         renew_every: float,
         stop: asyncio.Event,
+        until: float = inf,
         more: Callable[[], Awaitable[list[Lane] | None]] | None = None,
     ) -> None:
         self._desk = desk
@@ -73,6 +79,7 @@ class Batch:
         self._renew_every = renew_every
         self._renew_at = monotonic() + renew_every
         self._stop = stop
+        self._until = until
         self._more = more
         self._more_at = 0.0
         self._lanes: deque[Lane] = deque()
@@ -98,7 +105,7 @@ class Batch:
             if self._bug is not None:
                 raise self._bug
         except BaseException:
-            await self._break_off()
+            await complete(self._break_off(), patience=_PATIENCE)
             raise
         await self._put_away()
         if self._outage is not None:
@@ -135,7 +142,7 @@ class Batch:
         begun, ended = Stage.BEGUN, Stage.ENDED
         failure: BaseException
         is_last, since = True, 0.0
-        while lanes and self._outage is None and not stop.is_set():
+        while lanes and self._outage is None and not stop.is_set() and monotonic() < self._until:
             lane = lanes.popleft()
             if is_last and lanes and len(self._tasks) < self._concurrency:
                 is_last = False
@@ -277,7 +284,4 @@ class Batch:
             logger.exception("could not give back what was not handled; it will be taken over")
 
     async def _put_away(self) -> None:
-        await self._desk.flush()
-        left = [entry for entry in self._entries if entry.stage is not Stage.ENDED]
-        if left:
-            await self._desk.release(left)
+        await self._desk.release(entry for entry in self._entries if entry.stage is not Stage.ENDED)

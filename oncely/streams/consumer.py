@@ -29,7 +29,7 @@ from uuid import uuid4
 
 from oncely.backoff import Backoff
 from oncely.event import Handler
-from oncely.loop import run_loop
+from oncely.loop import complete, run_loop
 from oncely.streams.deadletters import DeadLetters
 from oncely.streams.desk import Desk
 from oncely.streams.faults import BROKER_ERRORS, is_outage
@@ -196,7 +196,7 @@ class StreamConsumer:
                 on_outage=_log_outage,
             )
         finally:
-            await self._leave(grace)
+            await complete(self._leave(grace), patience=2 * grace)
             self._worker.stop = asyncio.Event()
             self._runs = False
 

@@ -39,6 +39,7 @@ class Desk:
         self.name = group.name.encode()
         self.done: list[bytes] = []
         self.ok: list[tuple[Event, float]] = []
+        self._back: dict[bytes, Entry] = {}  # not handled, and to be given back
 
     async def open_taken(self, taken: Iterable[Taken]) -> list[Entry]:
         """Entries taken over; what was trimmed, or has had all its attempts, is put away.
@@ -91,7 +92,7 @@ class Desk:
             entry.gone = "trimmed"  # it is in hand still, so it is handled
 
     async def flush(self) -> None:
-        """Acknowledges what was handled. Raises what Redis raises, and keeps it then."""
+        """Acknowledges what was handled, gives back what was released. Keeps both while Redis is away."""
         while self.done:
             done, ok = self.done[:], self.ok[:]
             self.done.clear()
@@ -105,6 +106,13 @@ class Desk:
             self.settled += len(done)
             for event, seconds in ok:
                 await self.handling.report(event, "ok", seconds)
+        while self._back:
+            back = self._back.copy()
+            trimmed = await self.group.release((entry.id, entry.attempt - 1) for entry in back.values())
+            for entry_id, entry in back.items():
+                self._back.pop(entry_id, None)
+                if entry_id in trimmed:
+                    await self._lost(self._event(entry))
 
     async def renew(self, entries: Iterable[Entry]) -> None:
         """Keeps these entries, and the held ones, from being taken over; marks those it cannot."""
@@ -121,17 +129,20 @@ class Desk:
         for entry in self.held.dropped(trimmed):
             await self._lost(self._event(entry))
 
-    async def release(self, entries: Iterable[Entry], *, young: bool = False) -> None:
-        """Gives entries back that were not handled, with no attempt counted.
-
-        They are due at once, or, when `young`, as if they had just been delivered.
-        """
-        back = {entry.id: entry for entry in entries if entry.gone is None}
-        for entry in back.values():
+    async def release(self, entries: Iterable[Entry]) -> None:
+        """Gives entries back that were not handled: due at once, and no attempt counted."""
+        for entry in entries:
             entry.stage = Stage.ENDED
-        counts = [(entry.id, entry.attempt - 1) for entry in back.values()]
-        for entry_id in await self.group.release(counts, young=young):
-            await self._lost(self._event(back[entry_id]))
+            if entry.gone is None:
+                self._back[entry.id] = entry
+        await self.flush()
+
+    async def let_go(self) -> None:
+        """Gives back what is held, young: not to be taken over before the failed ones it waits for."""
+        held = {entry.id: entry for entry in self.held.clear()}
+        counts = [(entry.id, entry.attempt - 1) for entry in held.values()]
+        for entry_id in await self.group.release(counts, young=True):
+            await self._lost(self._event(held[entry_id]))
 
     async def check_heads(self) -> None:
         """Finds out which keys need not wait any more, and that what waited there is still ours."""

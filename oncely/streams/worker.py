@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from datetime import timedelta
+from math import inf
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any
 
+from oncely.loop import complete
 from oncely.streams.batch import Batch, Lane, lanes_of
 from oncely.streams.desk import Desk
 from oncely.streams.entry import Entry
@@ -22,8 +25,9 @@ from oncely.streams.wire import RawEntry
 
 __all__ = ["Worker"]
 
-_Got = TypeVar("_Got")
+_ALONE = 1.0  # seconds that retries, which run alone, keep what is new waiting
 _MOST_HELD = 10_000  # entries behind failed ones; with so many, nothing new is read
+_PATIENCE = timedelta(seconds=30)  # to end a call of Redis whose caller was cancelled
 _STALE = 10  # times retry_after: so long a worker's name may be silent
 
 logger = logging.getLogger("oncely.streams")
@@ -56,22 +60,24 @@ class Worker:
         taken = await self._take_over(count) if not running or self._looks() else []
         if taken:
             self._look_at = 0.0  # there may be more
-            await self._run_again(await self._open_taken(taken))
+            opened = await complete(desk.open_taken(taken), patience=_PATIENCE, undo=desk.release)
+            await self._run_again(self._lanes(opened), until=monotonic() + _ALONE if running else inf)
             await desk.check_heads()
-        raw = await self._read(count - len(taken))
-        if not raw and not taken and not desk.held.ready:
+        ready = desk.held.pop_ready()
+        await self._run_again(ready)
+        raw = await self._read(count if running else count - len(taken))
+        if not raw and not taken and not ready:
             raw = await self._wait(count, until - monotonic())
-        lanes = desk.held.pop_ready() + self._lanes(_new(raw))
-        await self._run(lanes, self._concurrency(), (lambda: self._more(count)) if running else None)
-        return bool(taken or raw or lanes)
+        more = (lambda: self._more(count)) if running else None
+        await self._run(self._lanes(_new(raw)), self._concurrency(), more=more)
+        return bool(taken or ready or raw)
 
     async def leave(self) -> None:
         """Gives back what is held and not handled, and takes this worker's name out of the group."""
         taken, self._taken = self._taken, []
-        await self._group.release(map(_as_it_was, taken))
-        # Young, so that they are not taken over before the failed ones that they wait for.
-        await self._desk.release(self._desk.held.clear(), young=True)
         await self._desk.flush()
+        await self._group.release(map(_as_it_was, taken))
+        await self._desk.let_go()
         await self._group.retire()
 
     async def close(self) -> None:
@@ -89,18 +95,27 @@ class Worker:
         if self._taken:
             taken, self._taken = self._taken, []
             return taken
-        return await self._unbroken(self._group.take_over(count), _as_it_was)
+
+        def back(taken: list[Taken]) -> Awaitable[object]:
+            return self._group.release(map(_as_it_was, taken))
+
+        return await complete(self._group.take_over(count), patience=_PATIENCE, undo=back)
 
     async def _read(self, count: int) -> list[RawEntry]:
         if count <= 0 or not self._reads():
             return []
-        return await self._unbroken(self._group.read(count), _unread)
+        return await complete(self._group.read(count), patience=_PATIENCE, undo=self._back)
 
     async def _wait(self, count: int, seconds: float) -> list[RawEntry]:
         if seconds <= 0 or not self._reads():
             return []
         longest = self._retry_after / 3 if self._desk.held else self._retry_after
-        return await self._unbroken(self._reader.read(count, min(seconds, longest)), _unread)
+        reading = self._reader.read(count, min(seconds, longest))
+        return await complete(reading, patience=_PATIENCE, undo=self._back)
+
+    def _back(self, raw: list[RawEntry]) -> Awaitable[object]:
+        """What was read in the very moment of a cancellation would be pending, and nobody's."""
+        return self._group.release((entry_id, 0) for entry_id, _ in raw)
 
     def _reads(self) -> bool:
         return not self.stop.is_set() and self._desk.held.waiting < _MOST_HELD
@@ -112,31 +127,26 @@ class Worker:
             self._taken = await self._take_over(count)
             if self._taken:
                 return None
+        if not _is_new(self._desk.held.ready):
+            return None
         raw = await self._read(count)
         return self._desk.held.pop_ready() + self._lanes(_new(raw))
 
-    async def _run_again(self, entries: list[Entry]) -> None:
+    async def _run_again(self, lanes: list[Lane], *, until: float = inf) -> None:
         """Runs what was delivered before, one at a time; those delivered least often go first, so
         that one that ends the process does not keep the others waiting for ever.
 
         What was given back without an attempt is as good as new.
         """
-        lanes = sorted(self._lanes(entries), key=lambda lane: lane[0].attempt)
-        new = [lane for lane in lanes if all(entry.counted for entry in lane)]
-        tried = [lane for lane in lanes if not all(entry.counted for entry in lane)]
+        lanes = sorted(lanes, key=lambda lane: lane[0].attempt)
+        tried = [lane for lane in lanes if not _is_new(lane)]
         try:
-            await self._run(new, self._concurrency())
+            await self._run([lane for lane in lanes if _is_new(lane)], self._concurrency())
         except asyncio.CancelledError:
-            await self._desk.release(entry for lane in tried for entry in lane)
+            release = self._desk.release(entry for lane in tried for entry in lane)
+            await complete(release, patience=_PATIENCE)
             raise
-        await self._run(tried, 1)
-
-    async def _open_taken(self, taken: list[Taken]) -> list[Entry]:
-        try:
-            return await self._desk.open_taken(taken)
-        except asyncio.CancelledError:
-            await self._group.release(map(_as_it_was, taken))
-            raise
+        await self._run(tried, 1, until=until)
 
     def _lanes(self, entries: Iterable[Entry]) -> list[Lane]:
         held = self._desk.held
@@ -146,6 +156,8 @@ class Worker:
         self,
         lanes: list[Lane],
         concurrency: int,
+        *,
+        until: float = inf,
         more: Callable[[], Coroutine[Any, Any, list[Lane] | None]] | None = None,
     ) -> None:
         batch = Batch(
@@ -154,6 +166,7 @@ class Worker:
             concurrency=concurrency,
             renew_every=self._retry_after / 3,
             stop=self.stop,
+            until=until,
             more=more,
         )
         await batch.run()
@@ -172,30 +185,14 @@ class Worker:
             if reaped:
                 logger.info("removed %d names of workers that are gone", len(reaped))
 
-    async def _unbroken(
-        self, getting: Coroutine[Any, Any, list[_Got]], back: Callable[[_Got], tuple[bytes, int]]
-    ) -> list[_Got]:
-        """What was got. It is not broken off: entries given in that moment would be nobody's.
-
-        Who cancels waits for its end, and what was got is given back: `back` tells each one's id
-        and the count it had.
-        """
-        task = asyncio.ensure_future(getting)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await asyncio.wait({task})
-            if not task.cancelled() and task.exception() is None:
-                await self._group.release(map(back, task.result()))
-            raise
-
 
 def _new(raw: list[RawEntry]) -> list[Entry]:
     return [Entry(entry_id, fields or (), 1, counted=True) for entry_id, fields in raw]
 
 
-def _unread(entry: RawEntry) -> tuple[bytes, int]:
-    return entry[0], 0
+def _is_new(lane: Iterable[Entry]) -> bool:
+    """Whether no entry of it may have been handled before."""
+    return all(entry.counted for entry in lane)
 
 
 def _as_it_was(entry: Taken) -> tuple[bytes, int]:

@@ -16,6 +16,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
@@ -182,6 +183,49 @@ async def test_workers_that_come_together_make_one_group(redis: Redis, stream: s
         consumer.subscribe("*", handler)
     assert sum(await asyncio.gather(*(consumer.run_once() for consumer in consumers))) == 3
     assert sorted(handler.handled) == ["a", "b", "c"]
+
+
+async def test_what_an_outage_kept_from_being_handled_is_charged_no_attempt(
+    own_valkey: EmbeddedValkey,
+) -> None:
+    async with Redis.from_url(own_valkey.url, socket_timeout=0.05, retry=Retry(NoBackoff(), 0)) as redis:
+        seen: list[tuple[str, int]] = []
+        consumer = StreamConsumer(redis, stream="orders", retry_after_ms=90, concurrency=1)
+
+        @consumer.subscribe("*")
+        async def handle(event: Event) -> None:
+            seen.append((event.payload, event.attempt))
+            if len(seen) == 1:
+                os.kill(own_valkey.pid or 0, signal.SIGSTOP)
+                await asyncio.sleep(0.3)  # the batch cannot renew its entries meanwhile
+
+        await stream_publisher(redis, "orders")(events("a", "b", "c"))
+        with pytest.raises((RedisConnectionError, RedisTimeoutError)):
+            await consumer.run_once()
+        assert seen == [("a", 1)]
+        os.kill(own_valkey.pid or 0, signal.SIGCONT)
+        await until(lambda: handle_all(consumer, redis))
+        assert seen == [("a", 1), ("b", 1), ("c", 1)]
+
+
+async def test_slow_retries_do_not_keep_what_is_new_waiting(redis: Redis, stream: str) -> None:
+    await stream_publisher(redis, stream)(events(*range(30)))
+    await deliver(redis, stream, "dead")
+    handler = Recorder()
+    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=20)
+
+    @consumer.subscribe("*")
+    async def wait(event: Event) -> None:
+        if event.payload != "new":
+            await asyncio.sleep(0.3)
+
+    consumer.subscribe("*", handler)
+    async with running(consumer):
+        await until(lambda: has(handler, 1))
+        await stream_publisher(redis, stream)(events("new"))
+        await until(lambda: has_handled(handler, "new"))
+        assert 1 < len(handler.handled) < 15
+    assert all(count <= 2 for _, count in await pending(consumer, redis))
 
 
 async def test_a_key_that_holds_no_stream_ends_it_with_a_clear_error(redis: Redis, stream: str) -> None:
@@ -548,6 +592,15 @@ async def test_a_consumer_runs_once_at_a_time(redis: Redis, stream: str) -> None
 
 async def has(handler: Recorder, count: int) -> bool:
     return len(handler.handled) >= count
+
+
+async def has_handled(handler: Recorder, payload: object) -> bool:
+    return payload in handler.handled
+
+
+async def handle_all(consumer: StreamConsumer, redis: Redis) -> bool:
+    await consumer.run_once()
+    return await pending(consumer, redis) == []
 
 
 async def called(calls: Sequence[object], count: int) -> bool:
