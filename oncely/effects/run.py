@@ -22,12 +22,12 @@ from oncely.effects.record import NOT_HAPPENED, EffectRecord, Status
 from oncely.effects.store import Store, new_token
 from oncely.errors import EffectFailed, EffectLost, EffectPending, EffectUnknown, KeyReused
 from oncely.event import decode_json, encode_json
-from oncely.loop import complete
+from oncely.loop import complete, within
 
 __all__ = ["Call", "Policy", "Run", "TokenVerify", "Verify"]
 
 PATIENCE = timedelta(seconds=5)
-"""How long a cancelled run goes on writing down what it knows."""
+"""How long a run that was cancelled, or whose call broke, goes on trying to write that down."""
 
 FIRST_PAUSE = 0.02
 LONGEST_PAUSE = 0.5
@@ -212,14 +212,13 @@ class Run:
         """Say so in the record, so that nobody has to wait for the claim to end; and read it."""
 
         async def say_so() -> EffectRecord | None:
-            async with asyncio.timeout(PATIENCE.total_seconds()):
-                await self._store.finish(
-                    self._key, claim.token, Status.UNKNOWN, error=self._policy.describe(error)
-                )
-                return await self._store.get(self._key)
+            await self._store.finish(
+                self._key, claim.token, Status.UNKNOWN, error=self._policy.describe(error)
+            )
+            return await self._store.get(self._key)
 
         try:
-            return await complete(say_so(), patience=PATIENCE)
+            return await complete(within(say_so(), PATIENCE), patience=PATIENCE)
         except Exception as trouble:  # noqa: BLE001  what it is about is the error that goes on
             error.add_note(f"The effect's record could not say so ({trouble!r}); its time will run out.")
             return None

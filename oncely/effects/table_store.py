@@ -10,19 +10,19 @@ was lost, the second finds the record changed and says lost: the safe side.
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import Any, Self, TypeAlias, TypeVar
 
 from sqlalchemy import CursorResult, Executable, RowMapping, Table
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, async_sessionmaker
+from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely.effects import statements
 from oncely.effects.record import EffectRecord, Status
 from oncely.effects.store import FINISHED, OPEN, new_token
 from oncely.event import check_key, encode_json
+from oncely.loop import complete
 from oncely.transaction import Sessionmaker
 
 __all__ = ["TableStore", "check_duration"]
@@ -32,6 +32,9 @@ LONGEST_TIME = timedelta(days=36_500)
 
 LONGEST_ERROR = 1_000
 """How many characters of an error are stored."""
+
+SQLITE_PATIENCE = timedelta(seconds=60)
+"""How long a cancelled caller waits for SQLite, whose own wait for its lock ends after 5 s by default."""
 
 _T = TypeVar("_T")
 _Statement: TypeAlias = Executable | Mapping[str, Executable]
@@ -101,6 +104,7 @@ class TableStore:
         The time may have run out: as long as nobody took the record, what its owner knows is true.
         """
         check_key(key, "key")
+        status = Status(status)
         if status is Status.PENDING:
             raise ValueError("a call does not end as pending")
         end = _end(status, result, error, ttl)
@@ -121,6 +125,7 @@ class TableStore:
         FAILED record what was found out. UNKNOWN only shuts the old owner out. An owner whose time
         has not run out is not taken from, and a finished record stays as it is: both give None.
         """
+        status = Status(status)
         calls_again = status is Status.PENDING
         end = _end(status, result, error, ttl)
         token = new_token()
@@ -207,22 +212,25 @@ class TableStore:
         read: Callable[[CursorResult[Any]], _T],
         parameters: Mapping[str, object],
     ) -> _T:
-        async with self._transaction() as connection:
-            if isinstance(statement, Mapping):
-                statement = statement[connection.dialect.name]
-            return read(await connection.execute(statement, parameters))
-
-    @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[AsyncConnection]:
         if self._sessionmaker is None:
             raise RuntimeError(f"{self.table.name} is on no database: pass sessionmaker=, or use bind()")
-        async with self._sessionmaker() as session, session.begin():
+        async with self._sessionmaker() as session:
             dialect = session.get_bind(clause=self.table).dialect.name
             if dialect not in _ISOLATION:
                 raise ValueError(f"effects run on PostgreSQL and SQLite, not on {dialect}")
-            yield await session.connection(
-                bind_arguments={"clause": self.table}, execution_options=_ISOLATION[dialect]
-            )
+
+            async def transaction() -> _T:
+                async with session.begin():
+                    connection = await session.connection(
+                        bind_arguments={"clause": self.table}, execution_options=_ISOLATION[dialect]
+                    )
+                    chosen = statement[dialect] if isinstance(statement, Mapping) else statement
+                    return read(await connection.execute(chosen, parameters))
+
+            if dialect != "sqlite":
+                return await transaction()
+            # aiosqlite does not survive being cancelled: its thread goes on, and may never be heard of again.
+            return await complete(transaction(), patience=SQLITE_PATIENCE)
 
 
 def check_duration(value: timedelta, what: str) -> None:
