@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 
 from sqlalchemy import Pool, Table, event
 from sqlalchemy.ext.asyncio import AsyncConnection, async_scoped_session, create_async_engine
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, SessionTransaction
 from sqlalchemy.pool import NullPool
 from sqlalchemy.util import greenlet_spawn
 
@@ -49,6 +49,7 @@ class Wakeup:
         self._notified: WeakKeyDictionary[Pool, float] = WeakKeyDictionary()
         if not event.contains(Session, "before_commit", _announce_pending):
             event.listen(Session, "before_commit", _announce_pending)
+            event.listen(Session, "after_transaction_end", _forget_pending)
 
     async def announce(self, caller: Caller) -> None:
         """Wake the relays when the caller's transaction commits, unless they were woken just now."""
@@ -135,6 +136,12 @@ def _announce_pending(session: Session) -> None:
         for wakeup in session.info.pop(_PENDING):
             if not session.twophase:  # PostgreSQL prepares no transaction with a NOTIFY in it
                 wakeup.announce_commit(session)
+
+
+def _forget_pending(session: Session, transaction: SessionTransaction) -> None:
+    """What was rolled back is not announced by a later commit."""
+    if transaction.parent is None:
+        session.info.pop(_PENDING, None)
 
 
 _Hear: TypeAlias = Callable[[Any, str, Callable[..., object], timedelta], Awaitable[None]]
