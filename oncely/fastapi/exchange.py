@@ -96,7 +96,7 @@ class Exchange:
         )
         if isinstance(held, Outcome):
             self._replayed = True
-            return outcome_response(held)
+            return outcome_response(held, media_type=None)
         self._claim = held
         try:
             return await endpoint()

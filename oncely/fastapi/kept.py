@@ -54,10 +54,10 @@ def sends_itself(response_class: type[Response]) -> bool:
     return response_class.__call__ is not Response.__call__
 
 
-def outcome_response(outcome: Outcome, *, media_type: str = "application/json") -> Response:
+def outcome_response(outcome: Outcome, *, media_type: str | None = "application/json") -> Response:
     """The response of an outcome, marked when it is a replay.
 
-    `media_type` is for an outcome with a body and no Content-Type among its headers.
+    `media_type` is for a body without a Content-Type among the outcome's headers.
     """
     response = _response(outcome.status, outcome.body, outcome.headers, media_type)
     if outcome.replayed:
@@ -79,7 +79,7 @@ def kept_headers(names: Iterable[str]) -> frozenset[bytes]:
     return frozenset(name.encode("latin-1") for name in chosen | _ALWAYS_KEPT)
 
 
-def _response(status: int, body: Body, headers: Headers, media_type: str) -> Response:
+def _response(status: int, body: Body, headers: Headers, media_type: str | None) -> Response:
     pairs = list(headers.items() if hasattr(headers, "items") else headers)
     typed = not body or any(name.lower() == "content-type" for name, _ in pairs)
     response = Response(body, status, media_type=None if typed else media_type)
