@@ -89,8 +89,9 @@ class Courier:
         Nothing that the publisher raises goes on. Cancelled, it leaves noted what had left by then.
         """
         for event in delivery.claim.events:
-            if event.attempt > self._max_attempts:
-                # Its claims expired again and again: no relay that published it lived to tell.
+            # Its claims expired again and again: no relay that published it lived to tell. The first
+            # try proves nothing: it was that of a whole batch, or stands for the replay of a dead event.
+            if event.attempt > max(self._max_attempts, 2):
                 delivery.fail(event, None, None)
         if not delivery.open:
             return

@@ -257,7 +257,7 @@ class Relay:
             return RelayResult(released=count, claim_lost=True, outage=delivery.outage)
         dead = [failure for failure in delivery.failures if failure.delay is None]
         for failure in dead:
-            _log.error("event %s is dead: %s", failure.event_id, failure.error or "see its last error")
+            _log.error("event %s is dead: %s", failure.event_id, failure.error or "its claims expired again and again")
         return RelayResult(
             published=len(delivery.published),
             failed=len(delivery.failures) - len(dead),

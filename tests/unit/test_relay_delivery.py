@@ -120,6 +120,12 @@ async def test_an_event_that_no_relay_survived_is_dead_without_another_try() -> 
     assert [failure.error for failure in batch.failures] == [None]  # its last error stays
 
 
+async def test_an_event_has_a_try_of_its_own_before_it_dies_of_expired_claims() -> None:
+    broker, batch = Broker(), delivery(event("of an expired batch, or replayed", attempt=2))
+    await courier(broker, max_attempts=1).deliver(batch)
+    assert set(outcome(batch).values()) == {"published"}
+
+
 async def test_what_a_publisher_did_send_is_marked() -> None:
     sent, bad, behind, unsent = event("sent"), event("bad", "k"), event("behind", "k"), event("unsent")
 
