@@ -10,6 +10,7 @@ import re
 from typing import Annotated, Any
 
 from fastapi import Depends, Header, HTTPException, Request
+from pydantic.json_schema import SkipJsonSchema
 from starlette.datastructures import Headers
 
 from oncely.errors import OncelyError
@@ -74,8 +75,9 @@ async def _required_key(
     request: Request,
     # For the OpenAPI document. Read from the request, where a header that was sent twice is still two.
     idempotency_key: Annotated[
-        str, Header(alias=HEADER, description=f"Required. {_RULE}", json_schema_extra=_SCHEMA)
-    ] = "",
+        str | SkipJsonSchema[None],
+        Header(alias=HEADER, description=f"Required. {_RULE}", json_schema_extra=_SCHEMA),
+    ] = None,
 ) -> str:
     try:
         key = read_key(request.headers)

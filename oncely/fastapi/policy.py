@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeAlias
@@ -11,9 +11,8 @@ from typing import TypeAlias
 from fastapi import Request
 
 from oncely.claim import check_ttl
-from oncely.fastapi.fingerprint import request_fingerprint
-from oncely.fastapi.kept import kept_headers
-from oncely.idempotency import IdempotencyKeys, fingerprint
+from oncely.idempotency import IdempotencyKeys
+from oncely.idempotency import fingerprint as digest
 from oncely.transaction import Sessionmaker
 
 __all__ = ["Fingerprint", "Policy", "ScopeOf"]
@@ -27,7 +26,10 @@ Fingerprint: TypeAlias = Callable[[Request], bytes | Awaitable[bytes]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The settings of a route class. `headers` are lower-case names, `max_body` is in bytes."""
+    """The settings of a route class. `headers` are lower-case names, `max_body` is in bytes.
+
+    Raises TypeError and ValueError for settings that could not work.
+    """
 
     keys: IdempotencyKeys
     sessionmaker: Sessionmaker
@@ -41,44 +43,16 @@ class Policy:
     fingerprint: Fingerprint
     max_body: int
 
-    @classmethod
-    def make(
-        cls,
-        keys: IdempotencyKeys,
-        sessionmaker: Sessionmaker,
-        *,
-        scope: ScopeOf,
-        required: bool,
-        methods: Iterable[str],
-        wait: timedelta | None,
-        ttl: timedelta | None,
-        refusals: Iterable[int],
-        headers: Iterable[str],
-        fingerprint: Fingerprint | None,
-        max_body: int,
-    ) -> Policy:
-        """Raises TypeError and ValueError for settings that could not work."""
-        check_ttl(ttl)
-        if not callable(scope):
-            raise TypeError(f"scope must be a function of the request, not {type(scope).__name__}")
-        statuses = frozenset(int(status) for status in refusals)
-        if not all(300 <= status < 500 for status in statuses):
-            raise ValueError(f"refusals must be statuses from 300 to 499, not {sorted(statuses)}")
-        if max_body < 0:
-            raise ValueError(f"max_body is below zero: {max_body}")
-        return cls(
-            keys=keys,
-            sessionmaker=sessionmaker,
-            scope=scope,
-            required=required,
-            methods=frozenset(method.upper() for method in methods),
-            wait=wait,
-            ttl=ttl,
-            refusals=statuses,
-            headers=kept_headers(headers),
-            fingerprint=fingerprint or request_fingerprint,
-            max_body=max_body,
-        )
+    def __post_init__(self) -> None:
+        check_ttl(self.ttl)
+        _check_wait(self.wait)
+        for what, given in (("scope", self.scope), ("fingerprint", self.fingerprint)):
+            if not callable(given):
+                raise TypeError(f"{what} must be a function of the request, not {type(given).__name__}")
+        if not all(300 <= status < 500 for status in self.refusals):
+            raise ValueError(f"refusals must be statuses from 300 to 499, not {sorted(self.refusals)}")
+        if self.max_body < 0:
+            raise ValueError(f"max_body is below zero: {self.max_body}")
 
     async def scope_of(self, request: Request) -> str:
         given = self.scope(request)
@@ -93,4 +67,13 @@ class Policy:
         found: object = await given if inspect.isawaitable(given) else given
         if not isinstance(found, bytes):
             raise TypeError(f"fingerprint must return bytes, not {type(found).__name__}")
-        return fingerprint(request.method, request.scope["path"], found)
+        return digest(request.method, request.scope["path"], found)
+
+
+def _check_wait(wait: timedelta | None) -> None:
+    if wait is None:
+        return
+    if not isinstance(wait, timedelta):
+        raise TypeError(f"wait must be a timedelta or None, not {type(wait).__name__}")
+    if wait < timedelta(0):
+        raise ValueError(f"wait is below zero: {wait}")

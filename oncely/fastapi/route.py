@@ -23,7 +23,8 @@ from starlette.types import Receive, Scope, Send
 
 from oncely.errors import Refused
 from oncely.fastapi.exchange import Exchange, exchange_of
-from oncely.fastapi.kept import refused_response, sends_itself
+from oncely.fastapi.fingerprint import request_fingerprint
+from oncely.fastapi.kept import kept_headers, refused_response, sends_itself
 from oncely.fastapi.openapi import document
 from oncely.fastapi.policy import Fingerprint, Policy, ScopeOf
 from oncely.fastapi.session import open_session
@@ -44,7 +45,7 @@ def idempotent_route(
     ttl: timedelta | None = timedelta(hours=24),
     refusals: Iterable[int] = (),
     headers: Iterable[str] = ("Location", "ETag", "Link"),
-    fingerprint: Fingerprint | None = None,
+    fingerprint: Fingerprint = request_fingerprint,
     max_body: int = 1024 * 1024,
 ) -> type[APIRoute]:
     """A route class for an APIRouter, whose routes do the work of an Idempotency-Key once.
@@ -58,22 +59,25 @@ def idempotent_route(
     `refusals` are the statuses whose HTTPException, raised by the endpoint, is an answer: its work is
     undone, and every retry gets it. `Refused` always is. Any other exception leaves the key free.
     `headers` are kept with an answer, beside Content-Type. `fingerprint` is a function of the request
-    that stands in for `request_fingerprint`; method and path always count. An answer's body may have
+    that takes the place of `request_fingerprint`; method and path always count. An answer's body may have
     `max_body` bytes.
 
     Raises TypeError and ValueError for settings that could not work, and, when a route is built,
     TypeError for an endpoint that streams, or is no coroutine function and takes IdempotentSession.
     """
-    policy = Policy.make(
-        keys,
-        sessionmaker,
+    for what, names in (("methods", methods), ("headers", headers)):
+        if isinstance(names, str):
+            raise TypeError(f"{what} must be names, not a str")
+    policy = Policy(
+        keys=keys,
+        sessionmaker=sessionmaker,
         scope=scope,
         required=required,
-        methods=methods,
+        methods=frozenset(method.upper() for method in methods),
         wait=wait,
         ttl=ttl,
-        refusals=refusals,
-        headers=headers,
+        refusals=frozenset(int(status) for status in refusals),
+        headers=kept_headers(headers),
         fingerprint=fingerprint,
         max_body=max_body,
     )
@@ -134,7 +138,9 @@ def _guard(endpoint: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(endpoint)
     async def guarded(*, oncely_exchange: Exchange, **values: Any) -> Any:
         async def call() -> Any:
-            return await (run_in_threadpool(endpoint, **values) if runs_in_thread else endpoint(**values))
+            if runs_in_thread:
+                return await run_in_threadpool(functools.partial(endpoint, **values))
+            return await endpoint(**values)
 
         return await oncely_exchange.run(call)
 
