@@ -12,6 +12,7 @@ Every name under example.com is the endpoint's, so that one server plays many.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -125,14 +126,14 @@ class Endpoint:
             pass  # the sender went away, which is its right
         finally:
             writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
 
 @asynccontextmanager
 async def endpoint(*, names: Sequence[str] = ("*.example.com",)) -> AsyncIterator[Endpoint]:
     """An HTTPS server on this machine whose certificate has these names."""
     made = Endpoint()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _authority().issue_cert(*names).configure_cert(context)
     running: set[asyncio.Task[None]] = set()
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -140,7 +141,7 @@ async def endpoint(*, names: Sequence[str] = ("*.example.com",)) -> AsyncIterato
         running.add(task)
         task.add_done_callback(running.discard)
 
-    server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=context)
+    server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=_certified(*names))
     made.port = server.sockets[0].getsockname()[1]
     try:
         yield made
@@ -150,8 +151,13 @@ async def endpoint(*, names: Sequence[str] = ("*.example.com",)) -> AsyncIterato
             task.cancel()
         if running:
             await asyncio.wait(running)
+        await server.wait_closed()
+        async with asyncio.timeout(5):
+            while getattr(server, "_active_count", 0):  # noqa: ASYNC110  Python 3.11 does not wait for them
+                await asyncio.sleep(0.001)
 
 
+@cache
 def trusting() -> ssl.SSLContext:
     """A context that trusts the endpoints' authority and no other."""
     context = ssl.create_default_context()
@@ -222,6 +228,13 @@ async def pass_time(engine: AsyncEngine, by: timedelta) -> None:
 @cache
 def _authority() -> trustme.CA:
     return trustme.CA()
+
+
+@cache
+def _certified(*names: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    _authority().issue_cert(*names).configure_cert(context)
+    return context
 
 
 async def _receive(reader: asyncio.StreamReader) -> Received | None:

@@ -184,7 +184,8 @@ class PinnedConnection(httpx.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         """Close it, politely if the other end does the same at once."""
-        if self._http.their_state not in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED):
+        unread = self._http.their_state not in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
+        if unread or self._writer.transport.get_write_buffer_size():
             self._writer.transport.abort()  # something is on its way that nobody will read
         self._writer.close()
         try:
