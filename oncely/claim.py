@@ -102,15 +102,17 @@ class Claim:
 
     def _settle(self, joined: Session | Connection, answer: Answer, ttl: timedelta | None) -> None:
         self._require_open()
+        # Inside the savepoint, so that whatever goes wrong here undoes the work with the answer.
+        self._savepoint.require_active()
+        values = self._name | answer_parameters(answer) | {"ttl": ttl}
+        if self._connection.execute(self._statements.settle, values).rowcount != 1:
+            raise KeyLost(self.scope, self.key)
         if not self._undone:
             self._releasing = True
             try:
                 self._savepoint.release()
             finally:
                 self._releasing = False
-        values = self._name | answer_parameters(answer) | {"ttl": ttl}
-        if self._connection.execute(self._statements.settle, values).rowcount != 1:
-            raise KeyLost(self.scope, self.key)
         self._end(joined)
 
     def _undo(self, joined: Session | Connection) -> None:

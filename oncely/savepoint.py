@@ -32,16 +32,16 @@ class Savepoint:
 
     def __init__(self, caller: Session | Connection, connection: Connection) -> None:
         self._session = caller if isinstance(caller, Session) else None
+        self._connection = connection
         self._loaded: list[tuple[InstanceState[object], tuple[str, ...]]] = []
         self._nested: SessionTransaction | NestedTransaction
         if isinstance(caller, Session):
             states = map(inspect, caller.identity_map.values())
             self._loaded = [(state, tuple(state.dict)) for state in states]
         self._nested = caller.begin_nested()
-        if isinstance(caller, Session):
-            # A session sets its savepoint when it first uses the connection. Work that was given the
-            # connection before would run ahead of it.
-            caller.connection(bind_arguments={"bind": connection})
+        # A session sets its savepoint when it first uses the connection. Work that was given the
+        # connection before would run ahead of it.
+        self.require_active()
 
     @property
     def is_open(self) -> bool:
@@ -57,6 +57,11 @@ class Savepoint:
     def is_innermost(self) -> bool:
         """Whether the session's next commit of a savepoint would be of this one."""
         return self._session is not None and self._session.get_nested_transaction() is self._nested
+
+    def require_active(self) -> None:
+        """Raise PendingRollbackError when a flush has failed inside and the session rolled back with it."""
+        if self._session is not None:
+            self._session.connection(bind_arguments={"bind": self._connection})
 
     def release(self) -> None:
         """Keep what was done. Flushes first, so the errors of the work's objects are raised here."""

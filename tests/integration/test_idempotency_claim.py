@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from sqlalchemy import select, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
 from oncely import Answer, KeyInUse, KeyLost, KeyReused, KeyUnanswered, Outcome, Refused
@@ -222,6 +223,31 @@ async def test_work_that_ends_the_sessions_transaction_stores_nothing(shop: Shop
             await shop.keys.run(session, scope="Ada", key="order-1", fingerprint=b"one book", work=work)
         await session.commit()
     assert (await shop.items(), await shop.stored()) == ([], [])
+
+
+async def test_work_that_deletes_its_own_row_stores_nothing(shop: Shop) -> None:
+    async with shop.sessions() as session:
+
+        async def work() -> tuple[int, None]:
+            await session.execute(text("INSERT INTO orders (item) VALUES ('book')"))
+            await session.execute(text("DELETE FROM idempotency_keys"))
+            return 201, None
+
+        with pytest.raises(KeyLost):
+            await shop.keys.run(session, scope="Ada", key="order-1", fingerprint=b"", work=work)
+        await session.commit()
+    assert (await shop.items(), await shop.stored()) == ([], [])
+
+
+async def test_a_claim_that_cannot_be_abandoned_says_why(shop: Shop) -> None:
+    async with shop.sessions() as session:
+        held = await claim(shop, session)
+        pid = await session.scalar(text("SELECT pg_backend_pid()"))
+        async with shop.engine.connect() as other:
+            await other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": pid})
+        with pytest.raises(DBAPIError):
+            await held.abandon()
+    assert await shop.stored() == []
 
 
 @pytest.mark.parametrize("ends", ["commit", "rollback"])

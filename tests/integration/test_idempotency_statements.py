@@ -40,10 +40,10 @@ def verbs(statements: list[str]) -> list[str]:
 # How many
 
 
-async def test_a_first_request_sends_a_claim_a_savepoint_and_an_answer(shop: Shop) -> None:
+async def test_a_first_request_sends_a_claim_an_answer_and_a_savepoint_around_the_work(shop: Shop) -> None:
     with sent(shop.engine) as statements:
         await shop.request()
-    assert verbs(statements) == ["WITH", "SAVEPOINT", "RELEASE", "UPDATE"]
+    assert verbs(statements) == ["WITH", "SAVEPOINT", "UPDATE", "RELEASE"]
 
 
 async def test_a_replay_sends_one_statement(shop: Shop) -> None:
