@@ -162,6 +162,7 @@ def _signature(endpoint: Callable[..., Any]) -> inspect.Signature:
     returns = inspect.signature(endpoint).return_annotation
     if returns is not inspect.Signature.empty:
         returns = get_typed_return_annotation(endpoint)
+        returns = None if returns is type(None) else returns
     return inspect.Signature([*others, ours, *keywords], return_annotation=returns)
 
 

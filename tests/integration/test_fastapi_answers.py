@@ -363,8 +363,8 @@ async def said(app: Any) -> list[int | str]:
     async def watch(request: Request, call_next: Any) -> Response:
         try:
             response: Response = await call_next(request)
-        except (TypeError, ValueError) as error:
-            got.append(str(error))
+        except Exception as error:
+            got.append(str(error.exceptions[0] if isinstance(error, ExceptionGroup) else error))
             return Response(status_code=500)
         got.append(response.status_code)
         return response

@@ -1,7 +1,5 @@
 """What is refused when a route class or a route is made, and how routes are built around endpoints."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
@@ -191,7 +189,7 @@ async def test_an_annotation_that_exists_for_type_checkers_only_is_passed_over()
     routes = router(required=False)
 
     @routes.post("/orders", response_model=None)
-    async def create_order(order: NewOrder) -> Decimal:
+    async def create_order(order: NewOrder) -> "Decimal":
         return order.item  # type: ignore[return-value]  # it is never looked at
 
     async with client_of(routes, key=None) as client:
