@@ -103,7 +103,9 @@ def any_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Dat
 
 @pytest.fixture
 async def any_engine(any_database: Database) -> AsyncIterator[AsyncEngine]:
-    engine = any_database.engine(pool_size=20, max_overflow=20)
+    # SQLite had no pool before SQLAlchemy 2.0.38, and needs no large one.
+    pool = {} if any_database.driver == "aiosqlite" else {"pool_size": 20, "max_overflow": 20}
+    engine = any_database.engine(**pool)
     yield engine
     await engine.dispose()
 

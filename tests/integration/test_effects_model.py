@@ -74,7 +74,7 @@ class World:
 
     def __init__(self, database: Database) -> None:
         self._runner = asyncio.Runner()
-        self.engine: AsyncEngine = database.engine(pool_size=1)
+        self.engine: AsyncEngine = database.engine()
         self.effects: Effects = self.do(make_effects(self.engine, stale_after=LEASE * HOUR))
 
     def do(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -278,7 +278,7 @@ def test_no_order_of_events_makes_two_owners_or_revives_a_finished_record(any_da
         run_state_machine_as_test(
             OwnersHere,
             settings=settings(
-                max_examples=25,
+                max_examples=12,
                 stateful_step_count=50,
                 deadline=None,
                 derandomize=True,

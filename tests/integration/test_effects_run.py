@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import (
@@ -403,18 +404,25 @@ async def test_ten_callers_of_an_expired_effect_make_one_call(
 async def test_no_transaction_is_open_during_the_call_or_the_verifier(
     effects: Effects, any_engine: AsyncEngine
 ) -> None:
-    def checked_out() -> int:
-        return any_engine.pool.checkedout()  # type: ignore[attr-defined,no-any-return]  # of a QueuePool
+    in_use, uses = set(), []
+
+    def begin(driver: Any, *_: Any) -> None:
+        uses.append(driver)
+        in_use.add(id(driver))
+
+    event.listen(any_engine.sync_engine, "checkout", begin)
+    event.listen(any_engine.sync_engine, "checkin", lambda driver, *_: in_use.discard(id(driver)))
 
     async def call(provider_token: str) -> object:
-        return checked_out()
+        return len(in_use)
 
     async def verify(key: str, args: Any) -> object:
-        return checked_out()
+        return len(in_use)
 
     assert await effects.run("k", call) == 0
     await leave_unknown(effects, "unknown")
     assert await effects.run("unknown", call, verify=verify) == 0
+    assert len(uses) > 4
 
 
 async def test_a_result_that_cannot_be_stored_leaves_the_outcome_unknown(effects: Effects) -> None:
