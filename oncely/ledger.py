@@ -87,6 +87,9 @@ class Ledger:
                 "first_claim": BigInteger,
                 "detour": BigInteger,
                 "detour_keys": ARRAY(Text),
+                "locked_ids": ARRAY(Uuid(as_uuid=False)),
+                "locked_keys": ARRAY(Text),
+                "locked_low": BigInteger,
             },
         )
         self._settle = Statement(_SETTLE, tables, {"token": Uuid})
@@ -121,27 +124,32 @@ class Ledger:
                 if unanswered:
                     await connection.execute(self._give_back, {"tokens": unanswered})
                 keys_used = self._floor.detour_keys
-                parameters = {
+                parameters: dict[str, object] = {
                     "token": token,
                     "claimed_by": self._name,
                     "lease": lease,
                     "limit": limit,
                     "tried_first": self._tried_first,
                     **self._floor.parameters(),
+                    **_NOTHING_LOCKED,
                 }
-                rows = (await connection.execute(self._choose, parameters)).fetchall()
+                for _ in range(_MOST_LOOKS):
+                    rows = (await connection.execute(self._choose, parameters)).fetchall()
+                    if len(rows) != 1:
+                        break
+                    parameters |= decode_json(rows[0].topic)
         except BaseException:
             if rows:
                 self._unanswered.add(token)
             raise
         self._unanswered.difference_update(unanswered)
-        if not rows:
+        if len(rows) < 2:
             return None
         facts, *found = rows
         self._floor = self._floor.after(
             Facts(**decode_json(facts.topic)),
             keys_used=keys_used,
-            trust_position=not (expired or unanswered),
+            trust_position=not (expired or unanswered or parameters["locked_ids"]),
         )
         # A tenth of the lease is kept for the settling, and for clocks that run at other speeds.
         return Claim(
@@ -194,6 +202,9 @@ class Ledger:
         return begun + lease.total_seconds() * 0.9 if held else None
 
 
+_MOST_LOOKS = 20
+_NOTHING_LOCKED: dict[str, object] = {"locked_ids": [], "locked_keys": [], "locked_low": None}
+
 # In a statement of its own, so that the next one sees what was committed while this one waited. A
 # claimer that stalls with the lock is ended by the server, so it cannot stop the others. A queue's
 # statistics are always out of date, so for this transaction the planner is told what is known: along
@@ -210,7 +221,8 @@ _NOTHING_PARKED = "SELECT NULL::text AS key, NULL::bigint AS position WHERE fals
 _PARKED = "SELECT key, position FROM {outbox} WHERE dead_at IS NOT NULL AND key IS NOT NULL"
 
 # Chosen without locks first, then locked. A row that cannot be locked (an open cancel has it, and may
-# roll back) takes those that come after it in its key out of the batch.
+# roll back) takes those that come after it in its key out of the batch. When that leaves nothing, what
+# could not be locked is returned in the place of a claim, and chosen around the next time.
 _CHOOSE = """
 WITH here AS MATERIALIZED (
     SELECT pg_postmaster_start_time() || ' ' || pg_relation_filenode('{outbox}')
@@ -225,6 +237,8 @@ memory AS MATERIALIZED (
 busy AS MATERIALIZED (
     SELECT number, event_ids, keys, low FROM {claims}
     WHERE number >= (SELECT first_claim FROM memory)
+    UNION ALL
+    SELECT NULL, :locked_ids, :locked_keys, :locked_low WHERE cardinality(:locked_ids) > 0
 ),
 taken AS MATERIALIZED (SELECT unnest(event_ids) AS id FROM busy),
 busy_keys AS MATERIALIZED (SELECT unnest(keys) AS key FROM busy),
@@ -246,7 +260,7 @@ start AS MATERIALIZED (
            AND NOT EXISTS (SELECT unnest(:detour_keys) EXCEPT SELECT key FROM held) AS detoured) AS choice
 ),
 suspects AS MATERIALIZED (
-    SELECT id, due_at FROM tried
+    SELECT id, key, due_at FROM tried
     WHERE due_at <= statement_timestamp() AND id NOT IN (SELECT id FROM taken)
       AND (key IS NULL OR (
             position = first_of_key AND key NOT IN (SELECT key FROM busy_keys)
@@ -278,7 +292,7 @@ locked AS MATERIALIZED (
     FOR UPDATE SKIP LOCKED
 ),
 missing AS MATERIALIZED (
-    SELECT position, key FROM chosen
+    SELECT id, position, key, due_at FROM chosen
     WHERE (SELECT count(*) FROM locked) < (SELECT count(*) FROM chosen) AND id NOT IN (SELECT id FROM locked)
 ),
 alone AS MATERIALIZED (
@@ -309,6 +323,11 @@ passed AS MATERIALIZED (
     WHERE published_at IS NULL AND dead_at IS NULL AND due_at IS NULL
       AND position >= (SELECT position FROM start) AND position < (SELECT min(position) FROM ready)
       AND EXISTS (SELECT FROM held) AND id NOT IN (SELECT id FROM taken)
+),
+locked_out AS MATERIALIZED (
+    SELECT id, key, CASE WHEN due_at IS NULL THEN position END AS low FROM missing
+    UNION ALL
+    SELECT id, key, NULL FROM suspects WHERE :tried_first AND NOT EXISTS (SELECT FROM alone)
 )
 SELECT NULL::uuid AS id,
        json_build_object(
@@ -326,6 +345,12 @@ SELECT NULL::uuid AS id,
        NULL AS payload, NULL AS headers, NULL AS key, NULL::timestamptz AS created_at, NULL::int4 AS attempt,
        0 AS position
 FROM claim
+UNION ALL
+SELECT NULL, json_build_object(
+           'locked_ids', array_agg(id) || :locked_ids, 'locked_low', least(min(low), :locked_low),
+           'locked_keys', array_agg(key) FILTER (WHERE key IS NOT NULL) || :locked_keys
+       )::text, NULL, NULL, NULL, NULL, NULL, 0
+FROM locked_out WHERE NOT EXISTS (SELECT FROM claim) HAVING count(*) > 0
 UNION ALL
 SELECT id, topic, payload, headers, key, created_at, attempts + 1, position FROM picked
 ORDER BY position
