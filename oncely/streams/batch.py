@@ -3,9 +3,9 @@
 A *lane* is a list of entries that run one after another: those of one key, in stream order, or a
 single one without a key. When an entry fails, what is left of its lane is held until it is settled.
 
-The tasks come one by one: each task that begins a lane makes the next, up to `concurrency`, while
-lanes are left. So handlers that never wait cost two tasks a batch, not one an entry. A handler that
-changed context variables ends its task, so that no other handler sees them.
+The tasks come as they are needed: each task that begins makes two more, up to `concurrency`, while
+lanes are left. So handlers that never wait cost three tasks a batch, not one an entry. A handler
+that changed context variables ends its task, so that no other handler sees them.
 
 Meanwhile the batch acknowledges what is done, several at a time, renews what is not, so that nobody
 takes it over, and asks for more when a slow handler would keep the other places empty. A batch that
@@ -20,6 +20,7 @@ import contextvars
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from math import inf
 from time import monotonic
@@ -82,6 +83,8 @@ class Batch:
         self._until = until
         self._more = more
         self._more_at = 0.0
+        self._flush_at = monotonic() + _PAUSE
+        self._place_is_free = asyncio.Event()
         self._lanes: deque[Lane] = deque()
         self._open_lanes: dict[bytes, Lane] = {}
         self._entries: list[Entry] = []
@@ -99,7 +102,10 @@ class Batch:
         pause = min(_PAUSE, self._renew_every)
         try:
             while self._tasks:
-                await asyncio.wait(self._tasks, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                self._place_is_free.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause):
+                        await self._place_is_free.wait()
                 if self._tasks:
                     await self._look_after()
             if self._bug is not None:
@@ -130,6 +136,7 @@ class Batch:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
+        self._place_is_free.set()
         if not task.cancelled() and task.exception() is not None:
             self._bug = task.exception()
             self._lanes.clear()
@@ -141,12 +148,13 @@ class Batch:
         find, around, timed = handling.routes.find, handling.around, handling.reports
         begun, ended = Stage.BEGUN, Stage.ENDED
         failure: BaseException
-        is_last, since = True, 0.0
+        is_first, since = True, 0.0
         while lanes and self._outage is None and not stop.is_set() and monotonic() < self._until:
             lane = lanes.popleft()
-            if is_last and lanes and len(self._tasks) < self._concurrency:
-                is_last = False
-                self._add_task()
+            if is_first:
+                is_first = False
+                for _ in range(min(2, len(lanes), self._concurrency - len(self._tasks))):
+                    self._add_task()
             for place, entry in enumerate(lane):  # the lane may grow meanwhile
                 if place and (stop.is_set() or self._outage is not None):
                     return
@@ -237,8 +245,10 @@ class Batch:
     async def _look_after(self) -> None:
         """Acknowledges, renews, asks for more; an outage must not end handlers that run."""
         try:
-            await self._desk.flush()
             now = monotonic()
+            if now >= self._flush_at:
+                self._flush_at = now + _PAUSE
+                await self._desk.flush()
             if now >= self._renew_at:
                 self._renew_at = now + self._renew_every
                 self._entries = [entry for entry in self._entries if entry.stage is not Stage.ENDED]

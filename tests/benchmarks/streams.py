@@ -73,5 +73,6 @@ async def measure(servers: Servers) -> list[Ratio]:
                 ours=_Ours(redis, "bench:ours"),
                 bare=_Bare(redis, "bench:bare"),
                 limit=0.7,
+                rounds=9,
             )
         ]
