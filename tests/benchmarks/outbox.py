@@ -13,7 +13,6 @@ from sqlalchemy import Column, Integer, MetaData, Table, Text, insert
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from oncely import Event, NewEvent, Outbox
-
 from oncely.streams import stream_publisher
 from tests.benchmarks.ratio import Ratio, Servers, compare
 
