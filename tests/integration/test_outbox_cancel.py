@@ -1,0 +1,231 @@
+"""cancel: True means that no relay sends it from then on, and False that nothing was changed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import psycopg
+import pytest
+from sqlalchemy import MetaData, event, text
+from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
+
+from oncely import CancelUnsafe, Event, NoTransaction, Outbox
+from oncely.testing import RecordingPublisher
+from tests.database import Database
+from tests.outboxes import Sessions, claim, emit, expire_claims, fail, payloads, sent_sql, states
+
+HOUR = timedelta(hours=1)
+
+
+@pytest.fixture
+def database(schema: Database) -> Database:
+    return schema
+
+
+async def cancel(outbox: Outbox, sessions: Sessions, event_id: UUID) -> bool:
+    async with sessions.begin() as session:
+        return await outbox.cancel(session, event_id)
+
+
+@pytest.mark.parametrize("delay", [None, HOUR])
+async def test_an_event_that_waits_is_cancelled(
+    outbox: Outbox,
+    engine: AsyncEngine,
+    sessions: Sessions,
+    publish: RecordingPublisher,
+    delay: timedelta | None,
+) -> None:
+    [event_id] = await emit(outbox, sessions, 1, delay=delay)
+    assert await cancel(outbox, sessions, event_id) is True
+    assert await states(engine) == {}
+    assert await outbox.relay_once(sessions, publish) == []
+
+
+async def test_a_cancel_that_is_rolled_back_has_not_happened(
+    outbox: Outbox, sessions: Sessions, publish: RecordingPublisher
+) -> None:
+    [event_id] = await emit(outbox, sessions, 1)
+    async with sessions() as session:
+        assert await outbox.cancel(session, event_id) is True
+        await session.rollback()
+    assert payloads(await outbox.relay_once(sessions, publish)) == [1]
+
+
+async def test_it_cancels_what_the_same_transaction_emitted(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+) -> None:
+    async with sessions.begin() as session:
+        event_id = await outbox.emit(session, "t", 1)
+        assert await outbox.cancel(session, event_id) is True
+        assert await outbox.cancel(session, event_id) is False
+    assert await states(engine) == {}
+
+
+async def test_it_works_on_a_connection_and_in_a_savepoint(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+) -> None:
+    one, two = await emit(outbox, sessions, 1, 2)
+    async with engine.begin() as connection:
+        assert await outbox.cancel(connection, one) is True
+    async with sessions.begin() as session, session.begin_nested() as savepoint:
+        assert await outbox.cancel(session, two) is True
+        await savepoint.rollback()
+    assert await states(engine) == {"2": "open"}
+
+
+async def test_what_does_not_wait_any_more_is_not_cancelled(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, publish: RecordingPublisher
+) -> None:
+    ids = [uuid4()]
+    ids += await emit(outbox, sessions, "sent")
+    await outbox.relay_once(sessions, publish)
+    ids += await emit(outbox, sessions, "failed")
+    await fail(outbox, sessions, "failed", delay=HOUR)
+    ids += await emit(outbox, sessions, "dead")
+    await fail(outbox, sessions, "dead", delay=None)
+    ids += await emit(outbox, sessions, "its relay died")
+    await claim(outbox, sessions)
+    await expire_claims(engine)
+    ids += await emit(outbox, sessions, "in flight")
+    while await outbox.ledger.claim(sessions, limit=1, lease=HOUR):
+        pass
+    before = await states(engine)
+    assert before == {
+        "sent": "published",
+        "failed": "waiting, tried 1",
+        "dead": "dead, tried 1",
+        "its relay died": "open, tried 1, claimed",
+        "in flight": "open, claimed",
+    }
+    for event_id in ids:
+        assert await cancel(outbox, sessions, event_id) is False
+    assert await states(engine) == before
+
+
+async def test_an_event_that_another_transaction_has_is_not_waited_for(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+) -> None:
+    [event_id] = await emit(outbox, sessions, 1)
+    async with asyncio.timeout(10), sessions() as first:
+        assert await outbox.cancel(first, event_id) is True
+        assert await cancel(outbox, sessions, event_id) is False
+        await first.commit()
+    assert await states(engine) == {}
+
+
+async def test_an_event_that_was_given_back_can_be_cancelled(outbox: Outbox, sessions: Sessions) -> None:
+    [event_id] = await emit(outbox, sessions, 1)
+    made = await claim(outbox, sessions)
+    assert await cancel(outbox, sessions, event_id) is False
+    await outbox.ledger.release(sessions, made)
+    assert await cancel(outbox, sessions, event_id) is True
+
+
+async def test_a_cancel_that_loses_the_race_keeps_no_lock_and_the_transaction_goes_on(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, database: Database
+) -> None:
+    """A relay claims the event after the first look and before the lock, which must then be let go."""
+    [event_id] = await emit(outbox, sessions, 1)
+
+    def claim_it(*arguments: Any) -> None:
+        if arguments[2].split() == str(outbox._lock_event.compile(engine.sync_engine)).split():
+            with psycopg.connect(database.dsn(), autocommit=True) as relay:
+                relay.execute(
+                    "INSERT INTO outbox_claims (token, claimed_by, expires_at, event_ids, keys)"
+                    " VALUES (gen_random_uuid(), 'x:1', now() + interval '1 hour', ARRAY[%s], '{}')",
+                    [event_id],
+                )
+
+    async with sessions() as session:
+        await outbox.emit(session, "t", "before")
+        event.listen(engine.sync_engine, "before_cursor_execute", claim_it)
+        assert await outbox.cancel(session, event_id) is False
+        event.remove(engine.sync_engine, "before_cursor_execute", claim_it)
+        async with engine.connect() as other:
+            await other.execute(text("SELECT FROM outbox WHERE id = :id FOR UPDATE NOWAIT"), {"id": event_id})
+        await outbox.emit(session, "t", "after")
+        await session.commit()
+    assert await states(engine) == {"1": "open, claimed", "before": "open", "after": "open"}
+
+
+async def test_in_a_race_with_relays_it_never_lies(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+) -> None:
+    left: list[Any] = []
+    answers: dict[int, bool] = {}
+    kept: set[int] = set()
+
+    async def publish(events: Sequence[Event]) -> None:
+        await asyncio.sleep(0)
+        left.extend(payloads(events))
+
+    async def try_to_cancel(number: int, event_id: UUID) -> None:
+        await asyncio.sleep(number % 7 / 2_000)
+        async with sessions() as session:
+            answers[number] = await outbox.cancel(session, event_id)
+            await asyncio.sleep(number % 3 / 1_000)
+            if number % 4 == 0:
+                kept.add(number)
+                await session.rollback()
+            else:
+                await session.commit()
+
+    for number in range(50):
+        [event_id] = await emit(outbox, sessions, number, key=f"k{number % 3}")
+        relay = Outbox(MetaData())
+        await asyncio.gather(try_to_cancel(number, event_id), relay.relay_once(sessions, publish, batch=2))
+    while await outbox.relay_once(sessions, publish):
+        pass
+    gone = {number for number, answer in answers.items() if answer and number not in kept}
+    assert sorted(left) == sorted(set(range(50)) - gone)
+    assert gone
+    assert len(gone) < 37  # some were sent: it was a race
+
+
+async def test_it_is_at_most_a_look_a_lock_and_a_deletion(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+) -> None:
+    [event_id] = await emit(outbox, sessions, 1)
+    for expected in (["SELECT", "SELECT", "DELETE"], ["SELECT", "SELECT"]):
+        async with sessions.begin() as session:
+            with sent_sql(engine) as sent:
+                await outbox.cancel(session, event_id)
+        words = [sql.split()[0] for sql in sent]
+        assert [word for word in words if word in ("SELECT", "DELETE", "UPDATE")] == expected
+
+
+# --- where it cannot be right
+
+
+@pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
+async def test_above_read_committed_it_refuses_and_changes_nothing(
+    outbox: Outbox,
+    engine: AsyncEngine,
+    engines: Callable[..., AsyncEngine],
+    sessions: Sessions,
+    isolation: str,
+) -> None:
+    [event_id] = await emit(outbox, sessions, 1)
+    async with async_sessionmaker(engines(isolation_level=isolation))() as session:
+        await outbox.emit(session, "t", 2)
+        message = f"^cancel needs READ COMMITTED, this transaction is {isolation}$"
+        with pytest.raises(CancelUnsafe, match=message):
+            await outbox.cancel(session, event_id)
+        await session.commit()
+    assert await states(engine) == {"1": "open", "2": "open"}
+
+
+async def test_in_autocommit_it_refuses_before_any_sql(
+    outbox: Outbox, engine: AsyncEngine, engines: Callable[..., AsyncEngine], sessions: Sessions
+) -> None:
+    [event_id] = await emit(outbox, sessions, 1)
+    autocommit = engines(isolation_level="AUTOCOMMIT")
+    async with autocommit.connect() as connection:
+        with sent_sql(autocommit) as sent, pytest.raises(NoTransaction):
+            await outbox.cancel(connection, event_id)
+    assert sent == []
+    assert await states(engine) == {"1": "open"}
