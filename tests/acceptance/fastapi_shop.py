@@ -1,6 +1,7 @@
 """A shop for uvicorn, in a process of its own: `uvicorn --factory tests.acceptance.fastapi_shop:create_app`.
 
-DATABASE_URL, and DATABASE_SCHEMA if there is one, say where its tables are. An order that names a file waits until that file is there.
+DATABASE_URL, and DATABASE_SCHEMA if there is one, say where its tables are. An order that names a file
+waits until that file is there.
 """
 
 from __future__ import annotations
