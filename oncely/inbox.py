@@ -120,7 +120,8 @@ INSERT INTO {inbox} (consumer, event_id) VALUES (:consumer, :event_id) ON CONFLI
 _PRUNE = """
 DELETE FROM {inbox}
 WHERE ctid = ANY (ARRAY(
-    SELECT ctid FROM {inbox} WHERE handled_at < coalesce(:cutoff, statement_timestamp() - :age)
+    SELECT ctid FROM {inbox}
+    WHERE handled_at < coalesce(:cutoff, statement_timestamp() - CAST(:age AS interval))
     ORDER BY handled_at LIMIT :limit
     FOR UPDATE SKIP LOCKED))
 """

@@ -308,7 +308,9 @@ RETURNING id
 # There is no index on published_at. Ids begin with the time they were made, so the walk along them
 # stops an hour past the cutoff (application clocks differ) instead of reading the whole table.
 _PRUNE = """
-WITH bounds AS MATERIALIZED (SELECT coalesce(:cutoff, statement_timestamp() - :age) AS cutoff),
+WITH bounds AS MATERIALIZED (
+    SELECT coalesce(:cutoff, statement_timestamp() - CAST(:age AS interval)) AS cutoff
+),
 ceiling AS MATERIALIZED (
     SELECT rpad(lpad(to_hex(milliseconds::bigint), 12, '0'), 32, '0')::uuid AS id
     FROM bounds, greatest(0, 1000 * extract(epoch FROM cutoff + interval '1 hour')) AS milliseconds

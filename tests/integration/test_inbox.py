@@ -183,7 +183,7 @@ async def test_a_consumer_that_cannot_be_stored_is_refused_before_any_sql(
 
 
 async def test_prune_forgets_what_is_older_and_passes_over_locked_rows(
-    inbox: Inbox, engine: AsyncEngine, sessions: Sessions
+    inbox: Inbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     handle = inbox.handler(sessions, book, consumer="billing")
     events = [paid() for _ in range(5)]
