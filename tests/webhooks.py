@@ -217,12 +217,9 @@ async def row_of(engine: AsyncEngine, columns: str = "state, attempts, last_erro
 
 async def pass_time(engine: AsyncEngine, by: timedelta) -> None:
     """Every stored time goes back by so much: to the webhooks, time has passed."""
-    await execute(
-        engine,
-        "UPDATE webhooks SET created_at = created_at - :by, due_at = due_at - :by,"
-        " retry_until = retry_until - :by, finished_at = finished_at - :by",
-        by=by,
-    )
+    times = ("created_at", "due_at", "retry_until", "finished_at")
+    earlier = ", ".join(f"{time} = {time} - CAST(:by AS interval)" for time in times)
+    await execute(engine, f"UPDATE webhooks SET {earlier}", by=by)
 
 
 @cache
