@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from redis.asyncio import Redis
 from sqlalchemy import make_url
@@ -30,11 +32,22 @@ def blocks() -> Iterator[tuple[int, str]]:
         yield text.count("\n", 0, match.start(1)), match[1]
 
 
+def provider(request: httpx.Request) -> httpx.Response:
+    """Somebody else's payment service, as far as the README needs it."""
+    return httpx.Response(200, json=json.loads(request.content) if request.method == "POST" else [])
+
+
 async def test_the_examples_run(database: Database, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The reader's engine, on the test's schema where the server is the user's.
     monkeypatch.setattr("sqlalchemy.ext.asyncio.create_async_engine", lambda _url: database.engine())
     url = make_url(database.url).render_as_string(hide_password=False)
-    namespace: dict[str, object] = {"DATABASE_URL": url, "REDIS_URL": redis_url, "__name__": "readme"}
+    http = httpx.AsyncClient(base_url="https://provider", transport=httpx.MockTransport(provider))
+    namespace: dict[str, object] = {
+        "DATABASE_URL": url,
+        "REDIS_URL": redis_url,
+        "http": http,
+        "__name__": "readme",
+    }
     ran = 0
     try:
         for line, source in blocks():
@@ -50,10 +63,11 @@ async def test_the_examples_run(database: Database, redis_url: str, monkeypatch:
                 await result
             ran += 1
     finally:
+        await http.aclose()
         engine, redis = namespace.get("engine"), namespace.get("redis")
         if isinstance(redis, Redis):
             await redis.delete("shop")
             await redis.aclose()
         if isinstance(engine, AsyncEngine):
             await engine.dispose()
-    assert ran >= 7
+    assert ran >= 9
