@@ -34,9 +34,10 @@ CUTOFF: dict[str, TypeEngine[Any] | type[TypeEngine[Any]]] = {
     "cutoff": DateTime(timezone=True),
     "age": Interval,
 }
-"""The parameters of a statement that says `coalesce(:cutoff, statement_timestamp() - CAST(:age AS interval))`.
+"""The parameters of a statement that says
+`coalesce(:cutoff, statement_timestamp() - CAST(:age AS interval))`.
 
-The cast is for psycopg, which sends a missing age without a type: then it would be a timestamp's.
+The cast is for psycopg, which sends a missing age without a type: it would be taken for a timestamp.
 """
 
 
