@@ -64,13 +64,14 @@ async def put(
 ) -> UUID:
     """A webhook in this state."""
     webhook_id = await enqueue(webhooks, sessions, f"https://{host}.example.com/", key=key)
-    error = {"rejected": "'HTTP 410'", "quarantined": "'SealBroken'", "expired": "'HTTP 500'"}.get(
-        state, "NULL"
-    )
-    finished = "statement_timestamp()" if state in ("delivered", "expired", "rejected") else "NULL"
+    errors = {"rejected": "HTTP 410", "quarantined": "SealBroken", "expired": "HTTP 500"}
     await execute(
         engine,
-        f"UPDATE webhooks SET state = '{state}', last_error = {error}, finished_at = {finished} WHERE key = :key",
+        "UPDATE webhooks SET state = :state, last_error = :error,"
+        " finished_at = CASE WHEN :finished THEN statement_timestamp() END WHERE key = :key",
+        state=state,
+        error=errors.get(state),
+        finished=state in ("delivered", "expired", "rejected"),
         key=key,
     )
     return webhook_id
@@ -352,14 +353,16 @@ async def test_the_table_refuses_what_cannot_be(
     ):
         with pytest.raises(IntegrityError) as refused:
             await execute(engine, f"UPDATE webhooks SET {change}")
-        assert getattr(refused.value.orig.__cause__, "constraint_name", None) == constraint  # type: ignore[union-attr]  # asyncpg's
+        assert refused.value.orig is not None
+        assert getattr(refused.value.orig.__cause__, "constraint_name", None) == constraint
 
 
 PLANS = {
     "due": "SELECT min(origin) FROM webhooks WHERE state = 'pending' AND origin > 'https://a'",
     "origin": "SELECT id FROM webhooks WHERE state = 'pending' AND origin = 'https://a' AND due_at <= now()"
     " ORDER BY due_at LIMIT 4",
-    "overdue": "SELECT id FROM webhooks WHERE state = 'pending' AND retry_until <= now() ORDER BY retry_until LIMIT 9",
+    "overdue": "SELECT id FROM webhooks WHERE state = 'pending' AND retry_until <= now()"
+    " ORDER BY retry_until LIMIT 9",
     "purge": "SELECT id FROM webhooks WHERE state IN ('delivered', 'expired', 'rejected')"
     " AND retry_until < now() ORDER BY retry_until LIMIT 9",
 }
@@ -370,22 +373,18 @@ async def test_what_the_worker_asks_for_is_found_by_an_index(
 ) -> None:
     """100,000 delivered ones, 20,000 that wait for one origin, 200 for others: a claim reads few rows."""
     await enqueue(webhooks, sessions, server.url())
-    columns = (
-        "caller, type, url_digest, key_id, nonce, sealed, retry_until, state, finished_at, due_at, origin"
-    )
+    same = "caller, type, url_digest, key_id, nonce, sealed, retry_until, due_at"
     fill = (
-        "INSERT INTO webhooks (id, dedup_digest, key, {columns}) SELECT gen_random_uuid(), dedup_digest,"
-        " '{key} ' || number, caller, type, url_digest, key_id, nonce, sealed, retry_until, {state}, {finished},"
-        " due_at, {origin} FROM webhooks, generate_series(1, {count}) AS number WHERE key = 'k'"
+        f"INSERT INTO webhooks (id, dedup_digest, key, {same}, state, finished_at, origin)"
+        f" SELECT gen_random_uuid(), dedup_digest, '{{key}} ' || number, {same}, {{state}}, {{finished}},"
+        " {origin} FROM webhooks, generate_series(1, {count}) AS number WHERE key = 'k'"
     )
     for key, state, finished, origin, count in (
         ("done", "'delivered'", "now()", "origin", 100_000),
         ("one", "'pending'", "NULL", "'https://m.example.com'", 20_000),
         ("many", "'pending'", "NULL", "'https://' || number || '.example.com'", 200),
     ):
-        sql = fill.format(
-            columns=columns, key=key, state=state, finished=finished, origin=origin, count=count
-        )
+        sql = fill.format(key=key, state=state, finished=finished, origin=origin, count=count)
         await execute(engine, sql)
     await execute(engine, "ANALYZE webhooks")
     async with engine.connect() as connection:
@@ -397,7 +396,8 @@ async def test_what_the_worker_asks_for_is_found_by_an_index(
     async def read() -> int:
         async with engine.connect() as connection:
             await connection.execute(text("SELECT pg_stat_force_next_flush()"))
-            sql = "SELECT idx_tup_fetch + seq_tup_read FROM pg_stat_user_tables WHERE relid = 'webhooks'::regclass"
+            counts = "idx_tup_fetch + seq_tup_read FROM pg_stat_user_tables"
+            sql = f"SELECT {counts} WHERE relid = 'webhooks'::regclass"
             return int((await connection.execute(text(sql))).scalar_one())
 
     before = await read()
