@@ -25,6 +25,7 @@ from oncely.errors import (
     Refused,
     Reject,
     TableNameTaken,
+    TablesMissing,
 )
 from oncely.event import Event, NewEvent
 from oncely.idempotency import Answer, IdempotencyKeys, Outcome, fingerprint, is_retryable, is_valid_key
@@ -66,6 +67,7 @@ __all__ = [
     "RelayResult",
     "Retention",
     "TableNameTaken",
+    "TablesMissing",
     "fingerprint",
     "is_retryable",
     "is_valid_key",

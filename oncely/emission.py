@@ -67,6 +67,8 @@ class Emission:
         for name, value in (("key", event.key), ("dedup_key", event.dedup_key)):
             if value is not None:
                 check_key(value, f"{place}{name}")
+        if event.delay is not None and not isinstance(event.delay, timedelta):
+            raise TypeError(f"{place}delay must be a timedelta, not {type(event.delay).__name__}")
         if event.delay is not None and event.delay < timedelta(0):
             raise ValueError(f"{place}delay is below zero: {event.delay}")
         if event.delay is not None and event.delay > _LONGEST_DELAY:
@@ -79,8 +81,10 @@ class Emission:
             )
         headers = None
         if event.headers is not None:
-            if not all(isinstance(text, str) for pair in event.headers.items() for text in pair):
-                raise ValueError(f"{place}headers: names and values are strings")
+            pairs = event.headers.items()
+            wrong = [pair[0] for pair in pairs if not all(isinstance(text, str) for text in pair)]
+            if wrong:
+                raise ValueError(f"{place}headers: {wrong[0]!r}: names and values are strings")
             headers = encode_json(dict(event.headers), what=f"{place}headers")
         return {
             "id": uuid7(),

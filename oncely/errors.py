@@ -8,6 +8,7 @@ OncelyError
 ├── KeyLost                     a key's transaction ended, or was to end, before its answer was stored
 ├── KeyUnanswered               the key was committed without an answer; its work may have happened
 ├── NoTransaction               the connection is in autocommit: nothing could be atomic on it
+├── TablesMissing               the database does not have the table: the migration has not run there
 ├── TableNameTaken (ValueError) the MetaData has another table of that name
 ├── DedupKeyReused              an event's dedup_key came back with another event
 ├── CancelUnsafe                cancel cannot be right at the caller's isolation level
@@ -65,6 +66,7 @@ __all__ = [
     "SignatureInvalid",
     "SigningScopeUnknown",
     "TableNameTaken",
+    "TablesMissing",
     "WebhookReused",
 ]
 
@@ -176,6 +178,19 @@ class TableNameTaken(OncelyError, ValueError):
 
     def __str__(self) -> str:
         return f"the MetaData already has another table named {self.name!r}; pass table_name="
+
+
+class TablesMissing(OncelyError):
+    """The database does not have the table `name`: the migration that makes it has not run there."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+    def __str__(self) -> str:
+        return (
+            f"table {self.name!r} does not exist in this database; run your migrations (alembic upgrade head)"
+        )
 
 
 class DedupKeyReused(OncelyError):

@@ -26,7 +26,7 @@ from oncely.claim import NAME, Claim, ClaimStatements
 from oncely.errors import KeyInUse, KeyReused, KeyUnanswered
 from oncely.savepoint import connection_of
 from oncely.statement import Statement
-from oncely.transaction import require_transaction, sqlstates
+from oncely.transaction import require_transaction, says_what_is_missing, sqlstates
 
 __all__ = ["Gate", "Miss", "Request", "fingerprint"]
 
@@ -66,7 +66,8 @@ class Gate:
             joined.flush()
         connection = connection_of(joined, self._table)
         require_transaction(connection, self._table)
-        found = self._ask(connection, request)
+        with says_what_is_missing(self._table):
+            found = self._ask(connection, request)
         return self._open(joined, connection, request) if found is None else found
 
     def enter_in_turn(
@@ -139,7 +140,9 @@ class Gate:
 def fingerprint(*parts: str | bytes) -> bytes:
     """SHA-256 over the parts, each with its length before it, so that parts cannot run together."""
     pieces: list[bytes] = []
-    for part in parts:
+    for index, part in enumerate(parts):
+        if not isinstance(part, (str, bytes)):
+            raise TypeError(f"fingerprint takes str and bytes; part {index} is {type(part).__name__}")
         data = part.encode(errors="surrogatepass") if isinstance(part, str) else part
         pieces += (len(data).to_bytes(8, "big"), data)
     return hashlib.sha256(b"".join(pieces)).digest()

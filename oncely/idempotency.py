@@ -23,7 +23,6 @@ from datetime import datetime, timedelta
 from typing import TypeAlias
 
 from sqlalchemy import Integer, MetaData, Table, Text
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 
 from oncely.answer import Answer, Body, Outcome, read_answer
 from oncely.claim import NAME, Claim, check_ttl
@@ -33,7 +32,7 @@ from oncely.gate import Gate, Miss, Request, fingerprint
 from oncely.retention import CUTOFF, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
 from oncely.tables import idempotency_table
-from oncely.transaction import Caller, is_retryable, join
+from oncely.transaction import Caller, is_retryable, join, owner_of
 
 __all__ = [
     "Answer",
@@ -132,7 +131,7 @@ class IdempotencyKeys:
         if not isinstance(fingerprint, bytes):
             raise TypeError(f"fingerprint must be bytes, not {type(fingerprint).__name__}")
         deadline = math.inf if wait is None else time.monotonic() + _seconds(wait)
-        caller = _caller(session)
+        caller = owner_of(session)
         request = Request(caller, scope, key, fingerprint)
         held = await caller.run_sync(self._gate.enter, request)
         if held is Miss.STALE:
@@ -194,16 +193,6 @@ def is_valid_key(key: object) -> bool:
     Stricter than what can be stored: see InvalidKey.
     """
     return isinstance(key, str) and _CLIENT_KEY.fullmatch(key) is not None
-
-
-def _caller(session: Caller) -> AsyncSession | AsyncConnection:
-    caller = session() if isinstance(session, async_scoped_session) else session
-    if not isinstance(caller, (AsyncSession, AsyncConnection)):
-        raise TypeError(
-            "session must be an AsyncSession, an async_scoped_session or an AsyncConnection, "
-            f"not {type(caller).__name__}"
-        )
-    return caller
 
 
 def _seconds(wait: timedelta) -> float:

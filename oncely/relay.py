@@ -83,6 +83,12 @@ class Relay:
         listen: bool = True,
         listen_url: str | None = None,
     ) -> None:
+        if not callable(publish):
+            raise TypeError(f"publish must be an async callable, not {type(publish).__name__}")
+        if not callable(sessionmaker):
+            raise TypeError(
+                f"sessionmaker must make AsyncSessions, as async_sessionmaker, not {sessionmaker!r}"
+            )
         if batch < 1 or max_attempts < 1:
             raise ValueError(f"batch ({batch}) and max_attempts ({max_attempts}) must be 1 or more")
         durations = {
@@ -257,7 +263,11 @@ class Relay:
             return RelayResult(released=count, claim_lost=True, outage=delivery.outage)
         dead = [failure for failure in delivery.failures if failure.delay is None]
         for failure in dead:
-            _log.error("event %s is dead: %s", failure.event_id, failure.error or "its claims expired again and again")
+            _log.error(
+                "event %s is dead: %s",
+                failure.event_id,
+                failure.error or "its claims expired again and again",
+            )
         return RelayResult(
             published=len(delivery.published),
             failed=len(delivery.failures) - len(dead),

@@ -301,6 +301,8 @@ def _present(
     Raises TableNameTaken for another one, and ValueError for a name that PostgreSQL would cut short,
     or those of its indexes and constraints.
     """
+    if not isinstance(metadata, MetaData):
+        raise TypeError(f"metadata must be a MetaData (Base.metadata, say), not {metadata!r}")
     names = [name, *(str(item.name) for item in items() if isinstance(item, (CheckConstraint, Index)))]
     longest = max(names, key=lambda each: len(each.encode()))
     if len(longest.encode()) > _LONGEST_NAME:

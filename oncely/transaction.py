@@ -6,17 +6,17 @@ commits, rolls back or closes it. Whatever takes a `sessionmaker` does all of th
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import Any, TypeAlias
 
 from sqlalchemy import Connection, CursorResult, Executable, Table
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session
 
-from oncely.errors import NoTransaction
+from oncely.errors import NoTransaction, TablesMissing
 
 __all__ = [
     "Caller",
@@ -28,7 +28,9 @@ __all__ = [
     "is_retryable",
     "is_unavailable",
     "join",
+    "owner_of",
     "require_transaction",
+    "says_what_is_missing",
     "sqlstates",
 ]
 
@@ -45,6 +47,7 @@ async def join(caller: Caller, table: Table) -> AsyncConnection:
     `table` decides the engine where a session has several. Raises NoTransaction on a connection
     in autocommit, before any SQL.
     """
+    caller = owner_of(caller)
     if isinstance(caller, AsyncConnection):
         connection = caller
     else:
@@ -61,11 +64,32 @@ async def execute(
     def joined(owner: Session | Connection) -> CursorResult[Any]:
         connection = owner if isinstance(owner, Connection) else owner.connection({"clause": table})
         require_transaction(connection, table)
-        return connection.execute(statement, parameters)
+        with says_what_is_missing(table):
+            return connection.execute(statement, parameters)
 
-    if isinstance(caller, async_scoped_session):
-        caller = caller()
-    return await caller.run_sync(joined)
+    return await owner_of(caller).run_sync(joined)
+
+
+@contextmanager
+def says_what_is_missing(table: Table) -> Iterator[None]:
+    """Raises TablesMissing in the place of PostgreSQL's error for a table that is not there."""
+    try:
+        yield
+    except ProgrammingError as error:
+        if "42P01" in sqlstates(error):
+            raise TablesMissing(table.fullname) from error
+        raise
+
+
+def owner_of(caller: Caller) -> AsyncSession | AsyncConnection:
+    """The session or connection itself, out of its scope. TypeError for anything else."""
+    owner: object = caller() if isinstance(caller, async_scoped_session) else caller
+    if not isinstance(owner, (AsyncSession, AsyncConnection)):
+        raise TypeError(
+            "session must be an AsyncSession, an async_scoped_session or an AsyncConnection, "
+            f"not {type(owner).__name__}"
+        )
+    return owner
 
 
 def require_transaction(connection: Connection, table: Table) -> None:
@@ -102,9 +126,11 @@ async def _connection(
     sessionmaker: Sessionmaker, table: Table, isolation_level: str
 ) -> AsyncIterator[AsyncConnection]:
     async with sessionmaker() as session, session.begin():
-        yield await session.connection(
+        connection = await session.connection(
             bind_arguments={"clause": table}, execution_options={"isolation_level": isolation_level}
         )
+        with says_what_is_missing(table):
+            yield connection
 
 
 def is_retryable(error: BaseException) -> bool:
