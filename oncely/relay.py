@@ -31,6 +31,8 @@ __all__ = ["Relay", "RelayResult"]
 
 _log = logging.getLogger(__name__)
 
+_MOST_LOGGED = 5
+
 
 @dataclass(frozen=True, slots=True)
 class RelayResult:
@@ -268,9 +270,16 @@ class Relay:
                 failure.event_id,
                 failure.error or "its claims expired again and again",
             )
+        retried = [failure for failure in delivery.failures if failure.delay is not None]
+        for failure in retried[:_MOST_LOGGED]:
+            _log.warning(
+                "event %s failed, next try in %s: %s", failure.event_id, failure.delay, failure.error
+            )
+        if len(retried) > _MOST_LOGGED:
+            _log.warning("and %d more events failed", len(retried) - _MOST_LOGGED)
         return RelayResult(
             published=len(delivery.published),
-            failed=len(delivery.failures) - len(dead),
+            failed=len(retried),
             dead=len(dead),
             released=len(delivery.open),
             outage=delivery.outage,
