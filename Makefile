@@ -20,6 +20,7 @@ bench: .venv/installed
 	$(BIN)/python -m tests.benchmarks $(ONLY)
 
 .venv/installed: pyproject.toml
+	@echo "Installing into .venv; this takes a minute or two the first time."
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	touch $@

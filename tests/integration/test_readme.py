@@ -7,9 +7,12 @@ tables are made after the block that defines them.
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import json
+import os
 import re
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,12 +65,17 @@ async def test_the_examples_run(database: Database, redis_url: str, monkeypatch:
             if inspect.isawaitable(result):
                 await result
             ran += 1
+        # The worker of the README ends when it is told to.
+        worker = asyncio.create_task(namespace["main"]())  # type: ignore[operator]  # made by a block
+        await asyncio.sleep(0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await worker
     finally:
         await http.aclose()
         engine, redis = namespace.get("engine"), namespace.get("redis")
         if isinstance(redis, Redis):
-            await redis.delete("shop")
+            await redis.delete("shop", "shop:dead")
             await redis.aclose()
         if isinstance(engine, AsyncEngine):
             await engine.dispose()
-    assert ran >= 9
+    assert ran >= 10
