@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
@@ -45,6 +46,7 @@ __all__ = [
     "Endpoint",
     "Received",
     "Sessions",
+    "authority_file",
     "endpoint",
     "enqueue",
     "execute",
@@ -220,6 +222,13 @@ async def pass_time(engine: AsyncEngine, by: timedelta) -> None:
     times = ("created_at", "due_at", "retry_until", "finished_at")
     earlier = ", ".join(f"{time} = {time} - CAST(:by AS interval)" for time in times)
     await execute(engine, f"UPDATE webhooks SET {earlier}", by=by)
+
+
+def authority_file(folder: Path) -> Path:
+    """The endpoints' authority as a file, for another process that shall trust it."""
+    path = folder / "authority.pem"
+    _authority().cert_pem.write_to_path(path)
+    return path
 
 
 @cache
