@@ -99,9 +99,10 @@ _WHICH: dict[str, TypeEngine[Any] | type[TypeEngine[Any]]] = {
     "limit": Integer,
 }
 
+# A range, and not IS NOT NULL, which a planner without statistics takes to be true of the whole table.
 _CHOSEN = """
     FROM {outbox}
-    WHERE dead_at IS NOT NULL
+    WHERE dead_at BETWEEN '-infinity' AND 'infinity'
       AND (:ids IS NULL OR id = ANY (:ids))
       AND (:topic IS NULL OR topic = :topic)
       AND (:error IS NULL OR split_part(last_error, ':', 1) = :error)

@@ -51,7 +51,10 @@ class Statistics:
         return OutboxStats(*row)
 
 
-_PARKED = "key IN (SELECT key FROM {outbox} WHERE dead_at IS NOT NULL AND key IS NOT NULL)"
+# A range, and not IS NOT NULL, which a planner without statistics takes to be true of the whole table.
+_PARKED = """key IN (
+    SELECT key FROM {outbox} WHERE dead_at BETWEEN '-infinity' AND 'infinity' AND key IS NOT NULL
+)"""
 
 _LAG = """
 WITH open AS NOT MATERIALIZED (
