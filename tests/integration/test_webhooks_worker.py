@@ -6,13 +6,14 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
 import pytest
 from sqlalchemy.exc import ProgrammingError
-from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely.backoff import Backoff
 from oncely.webhooks import (
@@ -442,15 +443,20 @@ async def test_cancelled_after_the_answer_the_answer_counts(
     assert await row_of(engine) == ("delivered", 1, None)
 
 
+@asynccontextmanager
+async def through_a_wire(database: Database) -> AsyncIterator[tuple[Wire, Sessions]]:
+    """Sessions on the test's database by a wire that can be cut."""
+    async with Wire.to_postgres(database.url) as wire:
+        engine = Database(wire.url, database.schema).engine()
+        yield wire, async_sessionmaker(engine)
+        await engine.dispose()
+
+
 @both_drivers
 async def test_an_end_whose_answer_was_lost_is_known_all_the_same(
     webhooks: Webhooks, sessions: Sessions, server: Endpoint, engine: AsyncEngine, database: Database
 ) -> None:
-    async with Wire.to_postgres(database.url) as wire:
-        options: dict[str, Any] = {"connect_args": {"options": "-csearch_path=oncely_test"}}
-        if database.driver == "asyncpg":
-            options = {"connect_args": {"server_settings": {"search_path": "oncely_test"}}}
-        through = create_async_engine(wire.url, **options)
+    async with through_a_wire(database) as (wire, wired):
 
         async def script(received: Received, writer: asyncio.StreamWriter) -> Answer:
             wire.lose_next_reply()
@@ -458,10 +464,47 @@ async def test_an_end_whose_answer_was_lost_is_known_all_the_same(
 
         server.script = script
         await enqueue(webhooks, sessions, server.url())
-        one = worker(webhooks, async_sessionmaker(through), server, outage=SOON)
-        assert await one.run_once() == WebhookRun(delivered=1)
+        assert await worker(webhooks, wired, server, outage=SOON).run_once() == WebhookRun(delivered=1)
         assert await row_of(engine) == ("delivered", 1, None)
-        await through.dispose()
+
+
+@both_drivers
+@pytest.mark.parametrize("trouble", ["cut", "silence"])
+async def test_a_database_that_goes_away_is_waited_for(
+    webhooks: Webhooks, sessions: Sessions, server: Endpoint, engine: AsyncEngine, database: Database,
+    trouble: str,
+) -> None:  # fmt: skip
+    """It goes while a request is on its way: the end is recorded when it is back, and the worker goes on."""
+    async with through_a_wire(database) as (wire, wired):
+
+        async def script(received: Received, writer: asyncio.StreamWriter) -> Answer:
+            if len(server.requests) == 1:
+                getattr(wire, trouble)()
+                wire.restore()
+            return Answer(200)
+
+        server.script = script
+        await enqueue(webhooks, sessions, server.url(), key="first")
+        patience = timedelta(milliseconds=300)
+        one = worker(
+            webhooks,
+            wired,
+            server,
+            outage=SOON,
+            database_timeout=patience,
+            poll_interval=timedelta(seconds=0.05),
+        )
+        stop, task = await running(one)
+
+        async def delivered(count: int) -> bool:
+            return await rows(engine) == [("delivered", 1, None)] * count
+
+        await until(lambda: delivered(1))
+        await enqueue(webhooks, sessions, server.url(), key="second")
+        await until(lambda: delivered(2))
+        stop.set()
+        await task
+        assert len(server.requests) == 2
 
 
 async def test_a_missing_table_ends_the_worker(
