@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 from sqlalchemy import MetaData, event, text, update
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
-from oncely import Outbox, Refused
+from oncely import Outbox
 from oncely.errors import KeyLost
-from oncely.fastapi import IdempotentSession, TransactionConflict
+from oncely.fastapi import IdempotentSession
 from tests.database import Database
 from tests.waiting import backend_waits
 from tests.web import KEY, Order, Web, client_of, message
@@ -154,199 +154,6 @@ async def test_a_4xx_that_is_returned_is_an_answer_and_keeps_the_work(web: Web) 
     assert (await web.items(), await web.stored()) == (["an attempt"], [(KEY, 402)])
 
 
-async def test_an_exception_of_a_named_status_is_an_answer_without_the_work(web: Web) -> None:
-    router, calls = web.router(refusals=[409]), []
-
-    @router.post("/orders")
-    async def create_order(session: IdempotentSession) -> None:
-        calls.append(1)
-        session.add(Order(item="tea"))
-        await session.flush()
-        raise HTTPException(409, "sold out", {"X-Seat": "7", "ETag": '"1"'})
-
-    async with client_of(router) as client:
-        first, again = await client.post("/orders"), await client.post("/orders")
-    assert (first.status_code, first.json(), first.headers["x-seat"]) == (409, {"detail": "sold out"}, "7")
-    assert (again.status_code, again.content, again.headers["etag"]) == (409, first.content, '"1"')
-    assert again.headers["content-type"] == first.headers["content-type"] == "application/json"
-    assert again.headers["content-length"] == first.headers["content-length"]
-    assert again.headers["idempotency-replayed"] == "true"
-    assert "x-seat" not in again.headers
-    assert (len(calls), await web.items(), await web.stored()) == (1, [], [(KEY, 409)])
-
-
-async def test_a_refusal_is_stored_as_the_application_renders_it(web: Web) -> None:
-    router, rendered = web.router(refusals=[409]), []
-
-    @router.post("/orders")
-    async def create_order(session: IdempotentSession) -> None:
-        raise HTTPException(409, "sold out")
-
-    app = FastAPI()
-    app.include_router(router)
-
-    @app.exception_handler(HTTPException)
-    async def own(request: Request, error: Exception) -> Response:
-        rendered.append(error)
-        return JSONResponse({"error": {"number": len(rendered)}}, 409)
-
-    async with client_of(app) as client:
-        responses = [await client.post("/orders") for _ in range(3)]
-    assert [response.json() for response in responses] == [{"error": {"number": 1}}] * 3
-    assert len(rendered) == 1
-
-
-async def test_a_refusal_that_the_application_turns_into_something_else_is_not_stored(web: Web) -> None:
-    router, calls = web.router(refusals=[409]), []
-
-    @router.post("/orders")
-    async def create_order(session: IdempotentSession) -> None:
-        calls.append(1)
-        raise HTTPException(409, "sold out")
-
-    app = FastAPI()
-    app.include_router(router)
-
-    @app.exception_handler(HTTPException)
-    async def own(request: Request, error: Exception) -> Response:
-        return JSONResponse({}, 503)
-
-    async with client_of(app) as client:
-        assert [(await client.post("/orders")).status_code for _ in range(2)] == [503, 503]
-    assert (len(calls), await web.stored()) == (2, [])
-
-
-@pytest.mark.parametrize(
-    ("refused", "content_type", "body"),
-    [
-        (
-            Refused(402, '{"error": "no money"}', {"Link": "</pay>"}),
-            "application/json",
-            b'{"error": "no money"}',
-        ),
-        (
-            Refused(402, b"\x00\xff", [("Content-Type", "image/x"), ("Link", "</pay>")]),
-            "image/x",
-            b"\x00\xff",
-        ),
-    ],
-)
-async def test_refused_is_an_answer(web: Web, refused: Refused, content_type: str, body: bytes) -> None:
-    router, calls = web.router(), []
-
-    @router.post("/orders")
-    async def create_order(session: IdempotentSession) -> None:
-        calls.append(1)
-        session.add(Order(item="tea"))
-        raise refused
-
-    async with client_of(router) as client:
-        first, again = await client.post("/orders"), await client.post("/orders")
-    assert (first.status_code, first.headers["content-type"], first.content) == (402, content_type, body)
-    assert first.headers["link"] == "</pay>"
-    assert (message(again), again.headers["idempotency-replayed"]) == (message(first), "true")
-    assert (len(calls), await web.items(), await web.stored()) == (1, [], [(KEY, 402)])
-
-
-async def test_refused_with_a_5xx_is_said_and_not_stored(web: Web) -> None:
-    router = web.router()
-
-    @router.post("/orders")
-    async def create_order(session: IdempotentSession) -> None:
-        raise Refused(503, "{}")
-
-    async with client_of(router) as client:
-        assert [(await client.post("/orders")).status_code for _ in range(2)] == [503, 503]
-    assert await web.stored() == []
-
-
-@pytest.mark.parametrize("refusal", [Refused(409, "{}"), HTTPException(409)])
-async def test_without_a_key_a_refusal_is_said_and_undoes_the_work(web: Web, refusal: Exception) -> None:
-    router = web.router(required=False, refusals=[409])
-
-    @router.post("/orders")
-    async def create_order(session: IdempotentSession) -> None:
-        session.add(Order(item="tea"))
-        await session.flush()
-        raise refusal
-
-    async with client_of(router, key=None) as client:
-        assert [(await client.post("/orders")).status_code for _ in range(2)] == [409, 409]
-    assert (await web.items(), await web.stored()) == ([], [])
-
-
-async def note_visit(session: IdempotentSession) -> None:
-    session.add(Order(item="a visit"))
-
-
-async def test_what_a_dependency_wrote_before_the_claim_is_kept_with_each_answer(web: Web) -> None:
-    router = web.router(refusals=[409])
-
-    @router.post("/orders/{what}", dependencies=[Depends(note_visit)])
-    async def create_order(what: str, session: IdempotentSession) -> None:
-        session.add(Order(item="work"))
-        if what == "refused":
-            raise HTTPException(409)
-        if what == "broken":
-            raise RuntimeError
-
-    async with client_of(router) as client:
-        for what in ("made", "made", "refused", "refused", "broken"):
-            await client.post(f"/orders/{what}", headers={"Idempotency-Key": f"key-of-{what}"})
-    assert await web.items() == ["a visit", "work", "a visit", "a visit", "a visit"]
-
-
-class Seen:
-    """What the exits of dependencies saw."""
-
-    errors: ClassVar[list[Exception | None]] = []
-
-
-async def watch() -> AsyncIterator[None]:
-    try:
-        yield
-    except Exception as error:
-        Seen.errors.append(error)
-        raise
-    Seen.errors.append(None)
-
-
-async def translate() -> AsyncIterator[None]:
-    try:
-        yield
-    except LookupError as error:
-        raise HTTPException(409, "translated") from error
-
-
-@pytest.mark.parametrize("error", [None, HTTPException(409), Refused(409, "{}"), RuntimeError("a bug")])
-async def test_dependencies_see_what_the_endpoint_raised(web: Web, error: Exception | None) -> None:
-    Seen.errors.clear()
-    router = web.router(refusals=[409])
-
-    @router.post("/orders", dependencies=[Depends(watch)])
-    async def create_order(session: IdempotentSession) -> None:
-        if error is not None:
-            raise error
-
-    async with client_of(router) as client:
-        await client.post("/orders")
-    assert Seen.errors == [error]
-
-
-async def test_what_a_dependency_makes_of_an_error_is_not_an_answer_of_the_endpoint(web: Web) -> None:
-    router, calls = web.router(refusals=[409]), []
-
-    @router.post("/orders", dependencies=[Depends(translate)])
-    async def create_order(session: IdempotentSession) -> None:
-        calls.append(1)
-        raise LookupError
-
-    async with client_of(router) as client:
-        responses = [await client.post("/orders") for _ in range(2)]
-    assert [response.json() for response in responses] == [{"detail": "translated"}] * 2
-    assert (len(calls), await web.stored()) == (2, [])
-
-
 async def test_a_response_that_does_not_fit_its_model_stores_nothing(web: Web) -> None:
     router = web.router()
 
@@ -405,118 +212,6 @@ async def test_events_leave_with_the_answer_and_not_without(web: Web, engine: As
     async with engine.connect() as connection:
         payloads = await connection.execute(text("SELECT payload->>'call' FROM outbox"))
         assert payloads.scalars().all() == ["2"]
-
-
-async def test_a_serialization_failure_is_a_409_and_a_retry_works(web: Web, engines: Any) -> None:
-    web.sessions = async_sessionmaker(engines(isolation_level="REPEATABLE READ"))
-    router, read, go = web.router(), asyncio.Event(), asyncio.Event()
-    async with web.sessions.begin() as session:
-        session.add(Order(item="stock"))
-
-    @router.post("/orders")
-    async def create_order(session: IdempotentSession) -> str:
-        await session.execute(text("SELECT item FROM orders"))
-        read.set()
-        await go.wait()
-        await session.execute(update(Order).values(item="taken"))
-        return "made"
-
-    async with client_of(router) as client, asyncio.TaskGroup() as tasks:
-        first = tasks.create_task(client.post("/orders"))
-        await read.wait()
-        async with web.sessions.begin() as session:
-            await session.execute(update(Order).values(item="changed"))
-        go.set()
-        conflict = await first
-        stored = await web.stored()
-        retry = await client.post("/orders")
-    assert (conflict.status_code, conflict.headers["retry-after"]) == (409, "1")
-    assert conflict.headers["content-type"] == "application/problem+json"
-    assert conflict.json()["type"] == "urn:oncely:idempotency:conflict"
-    assert stored == []
-    assert (retry.status_code, await web.items()) == (200, ["taken"])
-
-
-async def test_a_commit_that_cannot_be_serialized_is_a_409(web: Web, engines: Any) -> None:
-    web.sessions = async_sessionmaker(engines(isolation_level="SERIALIZABLE"))
-    router, both = web.router(), asyncio.Barrier(2)
-
-    @router.post("/orders/{mine}/{other}")
-    async def swap(mine: str, other: str, session: IdempotentSession) -> None:
-        await session.execute(text("SELECT count(*) FROM orders WHERE item = :other"), {"other": other})
-        await both.wait()
-        session.add(Order(item=mine))
-
-    async with client_of(router) as client:
-        one, other = await asyncio.gather(
-            client.post("/orders/a/b", headers={"Idempotency-Key": "key-of-a"}),
-            client.post("/orders/b/a", headers={"Idempotency-Key": "key-of-b"}),
-        )
-    assert sorted([one.status_code, other.status_code]) == [200, 409]
-    assert len(await web.items()) == len(await web.stored()) == 1
-
-
-async def test_a_deadlock_is_a_409_and_a_retry_works(web: Web) -> None:
-    router, calls, both = web.router(), [], asyncio.Barrier(2)
-    async with web.sessions.begin() as session:
-        session.add_all([Order(item="one"), Order(item="two")])
-
-    @router.post("/orders/{first}/{second}")
-    async def take(first: int, second: int, session: IdempotentSession) -> None:
-        calls.append(first)
-        await session.execute(update(Order).where(Order.id == first).values(name=None))
-        if len(calls) <= 2:
-            await both.wait()
-        await session.execute(update(Order).where(Order.id == second).values(name=None))
-
-    async with client_of(router) as client:
-
-        async def take_both(first: int, second: int) -> Any:
-            key = f"key-of-{first}-and-{second}"
-            return await client.post(f"/orders/{first}/{second}", headers={"Idempotency-Key": key})
-
-        one, other = await asyncio.gather(take_both(1, 2), take_both(2, 1))
-        retries = await take_both(1, 2), await take_both(2, 1)
-    lost = one if one.status_code == 409 else other
-    assert sorted([one.status_code, other.status_code]) == [200, 409]
-    assert lost.json()["type"] == "urn:oncely:idempotency:conflict"
-    assert [retry.status_code for retry in retries] == [200, 200]
-    assert (len(calls), len(await web.stored())) == (3, 2)
-
-
-async def test_what_postgresql_ended_is_a_409_also_when_the_endpoint_made_something_of_it(web: Web) -> None:
-    router = web.router(refusals=[409, 422])
-
-    @router.post("/orders")
-    async def create_order(session: IdempotentSession) -> None:
-        try:
-            await session.execute(text("DO $$ BEGIN RAISE EXCEPTION 'so' USING ERRCODE = '40001'; END $$"))
-        except DBAPIError as error:
-            raise HTTPException(422, "could not be done") from error
-
-    async with client_of(router) as client:
-        response = await client.post("/orders")
-    assert (response.status_code, response.json()["type"]) == (409, "urn:oncely:idempotency:conflict")
-    assert await web.stored() == []
-
-
-async def test_an_application_may_answer_a_conflict_itself(web: Web) -> None:
-    router = web.router()
-
-    @router.post("/orders")
-    async def create_order(session: IdempotentSession) -> None:
-        await session.execute(text("DO $$ BEGIN RAISE EXCEPTION 'so' USING ERRCODE = '40P01'; END $$"))
-
-    app = FastAPI()
-    app.include_router(router)
-
-    @app.exception_handler(TransactionConflict)
-    async def own(request: Request, error: Exception) -> Response:
-        return Response(status_code=503, headers={"Retry-After": "2"})
-
-    async with client_of(app) as client:
-        response = await client.post("/orders")
-    assert (response.status_code, response.headers["retry-after"]) == (503, "2")
 
 
 async def test_a_lost_connection_is_a_500_and_a_retry_works(web: Web) -> None:
