@@ -9,7 +9,14 @@ import pytest
 
 import oncely
 
-WINDOWS = ["oncely", "oncely.effects", "oncely.fastapi", "oncely.streams", "oncely.testing", "oncely.webhooks"]
+WINDOWS = [
+    "oncely",
+    "oncely.effects",
+    "oncely.fastapi",
+    "oncely.streams",
+    "oncely.testing",
+    "oncely.webhooks",
+]
 
 
 @pytest.mark.parametrize("name", WINDOWS)
