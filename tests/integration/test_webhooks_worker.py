@@ -12,10 +12,10 @@ from typing import Any
 from uuid import UUID
 
 import pytest
-from sqlalchemy.exc import ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely.backoff import Backoff
+from oncely.errors import TablesMissing
 from oncely.webhooks import (
     SigningScopeUnknown,
     StandardWebhooks,
@@ -511,9 +511,9 @@ async def test_a_missing_table_ends_the_worker(
     webhooks: Webhooks, sessions: Sessions, server: Endpoint, engine: AsyncEngine
 ) -> None:
     await execute(engine, "DROP TABLE webhooks")
-    with pytest.raises(ProgrammingError):
+    with pytest.raises(TablesMissing):
         await worker(webhooks, sessions, server).run()
-    with pytest.raises(ProgrammingError):
+    with pytest.raises(TablesMissing):
         await worker(webhooks, sessions, server).run_once()
 
 
