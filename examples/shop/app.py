@@ -6,24 +6,32 @@ transaction. A request that comes again gets the answer of the first, also when 
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, FastAPI, Header, HTTPException, Request, Response
+from fastapi import APIRouter, FastAPI, Header, HTTPException, Request
 from pydantic import BaseModel
 from sqlalchemy import update
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from examples.shop.models import Order, Seat, keys, outbox
 from examples.shop.places import make_engine
-from oncely import KeyInFlight, KeyReused, Refused, fingerprint, is_valid_key
+from oncely.fastapi import IdempotentSession, idempotent_route
 
 __all__ = ["create_app"]
 
-router = APIRouter()
+sessions: async_sessionmaker[AsyncSession] = async_sessionmaker()
+
+
+def customer_of(request: Request) -> str:
+    """Whose key it is: in your shop, who is logged in."""
+    return request.headers["X-Customer"]
+
+
+once = idempotent_route(keys, sessions, scope=customer_of, wait=timedelta(seconds=5), refusals=[409])
+router = APIRouter(route_class=once)
 
 
 class NewOrder(BaseModel):
@@ -32,55 +40,26 @@ class NewOrder(BaseModel):
     seat: str
 
 
-async def require_key(idempotency_key: Annotated[str, Header()]) -> str:
-    """The request's Idempotency-Key."""
-    if not is_valid_key(idempotency_key):
-        raise HTTPException(400, "Idempotency-Key: 8 to 255 printable ASCII characters without spaces")
-    return idempotency_key
+class Placed(BaseModel):
+    """What a customer is told."""
 
-
-def sessions_of(request: Request) -> async_sessionmaker[AsyncSession]:
-    sessions: async_sessionmaker[AsyncSession] = request.app.state.sessions
-    return sessions
-
-
-Key = Annotated[str, Depends(require_key)]
-Customer = Annotated[str, Header(alias="X-Customer")]  # in your shop: who is logged in
-Sessions = Annotated[async_sessionmaker[AsyncSession], Depends(sessions_of)]
+    order: str
+    seat: str
 
 
 @router.post("/orders", status_code=201)
-async def create_order(order: NewOrder, key: Key, customer: Customer, sessions: Sessions) -> Response:
-    """Places an order, or gives the answer that this key has had before."""
-    try:
-        async with sessions.begin() as session:
-            outcome = await keys.run(
-                session,
-                scope=customer,
-                key=key,
-                fingerprint=fingerprint("POST /orders", order.model_dump_json()),
-                work=lambda: place_order(session, customer, order.seat),
-                wait=timedelta(seconds=5),
-            )
-    except KeyReused as error:
-        raise HTTPException(422, "this Idempotency-Key was used for another request") from error
-    except KeyInFlight as error:
-        seconds = str(error.retry_after.total_seconds())
-        raise HTTPException(409, "the first request is not answered yet", {"Retry-After": seconds}) from error
-    replayed = {"Idempotency-Replayed": "true"} if outcome.replayed else None
-    return Response(outcome.body, outcome.status, replayed, "application/json")
-
-
-async def place_order(session: AsyncSession, customer: str, seat: str) -> tuple[int, str]:
-    """The work that a key stands for. A refusal undoes what was written here, and is an answer too."""
-    take = update(Seat).where(Seat.name == seat, Seat.taken_by.is_(None)).values(taken_by=customer)
+async def create_order(
+    new: NewOrder, customer: Annotated[str, Header(alias="X-Customer")], session: IdempotentSession
+) -> Placed:
+    """Takes the seat and places the order. A refusal undoes what was written here, and is an answer too."""
+    take = update(Seat).where(Seat.name == new.seat, Seat.taken_by.is_(None)).values(taken_by=customer)
     if await session.scalar(take.returning(Seat.name)) is None:
-        raise Refused(409, json.dumps({"error": f"seat {seat} is taken"}))
-    order = Order(customer=customer, seat=seat)
+        raise HTTPException(409, f"seat {new.seat} is taken")
+    order = Order(customer=customer, seat=new.seat)
     session.add(order)
     await session.flush()
-    await outbox.emit(session, "order.placed", {"order": order.id, "seat": seat}, key=customer)
-    return 201, json.dumps({"order": str(order.id), "seat": seat})
+    await outbox.emit(session, "order.placed", {"order": order.id, "seat": new.seat}, key=customer)
+    return Placed(order=str(order.id), seat=new.seat)
 
 
 def create_app() -> FastAPI:
@@ -89,7 +68,7 @@ def create_app() -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         engine = make_engine()
-        app.state.sessions = async_sessionmaker(engine)
+        sessions.configure(bind=engine)
         yield
         await engine.dispose()
 
