@@ -46,6 +46,7 @@ __all__ = ["StreamConsumer"]
 _OUTAGE = Backoff(first=timedelta(milliseconds=100), maximum=timedelta(seconds=10))
 _WAIT = 1.0  # seconds that a turn waits for new entries
 _LULL = 0.01  # seconds
+_LEAST_PATIENCE = timedelta(seconds=1)  # for giving back, which takes a few calls of Redis
 
 logger = logging.getLogger("oncely.streams")
 
@@ -171,6 +172,8 @@ class StreamConsumer:
         """
         if count < 1:
             raise ValueError(f"count must be 1 or more, not {count}")
+        if not self._handling.routes:
+            raise ValueError("no handler is subscribed: call subscribe() before run()")
         if self._runs:
             raise RuntimeError("this consumer runs already; make one consumer for each loop")
         self._runs = True
@@ -196,7 +199,8 @@ class StreamConsumer:
                 on_outage=_log_outage,
             )
         finally:
-            await complete(self._leave(grace), patience=2 * grace)
+            patience = max(grace, _LEAST_PATIENCE)
+            await complete(self._leave(patience), patience=3 * patience)
             self._worker.stop = asyncio.Event()
             self._runs = False
 
@@ -219,6 +223,13 @@ class StreamConsumer:
         return DeadLetters(self._group.redis, stream=self.stream, dead_letter_stream=self.dead_letter_stream)
 
     async def _leave(self, patience: timedelta) -> None:
+        """Ends what the loop has left behind: a last turn that gives back, and what is held."""
+        try:
+            async with asyncio.timeout(patience.total_seconds()):
+                async with self._turn:
+                    pass
+        except TimeoutError:
+            logger.warning("a handler has not ended although it was cancelled; it is left behind")
         try:
             async with asyncio.timeout(patience.total_seconds()):
                 await self._worker.leave()

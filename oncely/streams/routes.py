@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from oncely.event import Handler
 
 __all__ = ["Routes"]
 
 _REMEMBERED = 1000  # topics; they are the application's, so a few
+_logger = logging.getLogger("oncely.streams")
 
 
 class Routes:
@@ -24,11 +27,16 @@ class Routes:
         self._routes.append((topic, handler))
         self._found.clear()
 
+    def __bool__(self) -> bool:
+        return bool(self._routes)
+
     def find(self, topic: str) -> tuple[Handler, ...]:
         """The topic's handlers, in the order in which they were subscribed."""
         found = self._found.get(topic)
         if found is None:
             found = tuple(handler for route, handler in self._routes if _covers(route, topic))
+            if not found:
+                _logger.warning("no handler for topic %r: its events are acknowledged and skipped", topic)
             if len(self._found) < _REMEMBERED:
                 self._found[topic] = found
         return found

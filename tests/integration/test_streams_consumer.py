@@ -178,8 +178,7 @@ async def test_scripts_survive_a_flush_of_scripts(redis: Redis, stream: str) -> 
     await consumer.run_once()
     await redis.script_flush()
     await publish(events("b"))
-    await until(lambda: settles(consumer))
-    await until(lambda: settles(consumer))
+    await until(lambda: handled(consumer, handler, 2))
     assert sorted(handler.handled) == ["a", "b"]
 
 

@@ -21,7 +21,7 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from oncely.backoff import Backoff
-from oncely.event import Event
+from oncely.event import Event, uuid7
 from oncely.streams import StreamConsumer, stream_publisher
 from oncely.testing import EmbeddedValkey
 from tests.streams import Recorder, deliver, events, ids, pending, until
@@ -73,6 +73,7 @@ async def test_it_handles_what_comes_and_takes_over_what_is_due(redis: Redis, st
 
 async def test_an_idle_consumer_waits_and_does_not_spin(redis: Redis, stream: str) -> None:
     consumer = StreamConsumer(redis, stream=stream)
+    consumer.subscribe("*", Recorder())
     before = (await redis.info("stats"))["total_commands_processed"]
     async with running(consumer):
         await asyncio.sleep(1)
@@ -231,6 +232,7 @@ async def test_slow_retries_do_not_keep_what_is_new_waiting(redis: Redis, stream
 async def test_a_key_that_holds_no_stream_ends_it_with_a_clear_error(redis: Redis, stream: str) -> None:
     await redis.set(stream, "text")
     consumer = StreamConsumer(redis, stream=stream)
+    consumer.subscribe("*", Recorder())
     with pytest.raises(ResponseError, match="WRONGTYPE") as raised:
         await consumer.run()
     assert stream in raised.value.__notes__[0]
@@ -325,6 +327,24 @@ async def test_a_cancelled_wait_loses_nothing(redis: Redis, stream: str) -> None
         await sending
     left = await pending(StreamConsumer(redis, stream=stream), redis)
     assert all(deliveries == 0 for _, deliveries in left)
+
+
+async def test_a_cancellation_is_heard_at_any_moment(redis: Redis, stream: str) -> None:
+    """Also in the middle of a call to Redis: the entry is renewed every millisecond here."""
+    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=3)
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        await asyncio.Event().wait()
+
+    await stream_publisher(redis, stream)(events("a"))
+    for number in range(150):
+        turn = asyncio.create_task(consumer.run_once())
+        await asyncio.sleep(0.004 + number / 50_000)
+        turn.cancel()
+        await asyncio.wait({turn}, timeout=5)
+        assert turn.cancelled()
+    assert [count for _, count in await pending(consumer, redis)] == [0]
 
 
 async def test_a_retry_that_a_stop_interrupts_keeps_its_count(redis: Redis, stream: str) -> None:
@@ -582,8 +602,26 @@ async def test_names_of_workers_that_are_gone_are_reaped_and_their_entries_kept(
     assert await pending(consumer, redis) == [("died", 1)]
 
 
+async def test_a_consumer_without_a_handler_does_not_run(redis: Redis, stream: str) -> None:
+    with pytest.raises(ValueError, match="call subscribe"):
+        await StreamConsumer(redis, stream=stream).run()
+
+
+async def test_a_topic_that_nobody_wants_is_told_once(
+    redis: Redis, stream: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    consumer = StreamConsumer(redis, stream=stream)
+    consumer.subscribe("order.*", Recorder())
+    await stream_publisher(redis, stream)([Event(uuid7(), "typo", number) for number in range(3)])
+    assert await consumer.run_once() == 3
+    assert [record.message for record in caplog.records if "typo" in record.message] == [
+        "no handler for topic 'typo': its events are acknowledged and skipped"
+    ]
+
+
 async def test_a_consumer_runs_once_at_a_time(redis: Redis, stream: str) -> None:
     consumer = StreamConsumer(redis, stream=stream)
+    consumer.subscribe("*", Recorder())
     async with running(consumer):
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError):
