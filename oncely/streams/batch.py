@@ -100,6 +100,9 @@ class Batch:
             return
         self._add_task()
         pause = min(_PAUSE, self._renew_every)
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101  a coroutine runs in a task
+        cancelled_before = task.cancelling()
         try:
             while self._tasks:
                 self._place_is_free.clear()
@@ -108,6 +111,8 @@ class Batch:
                         await self._place_is_free.wait()
                 if self._tasks:
                     await self._look_after()
+                if task.cancelling() > cancelled_before:  # and on_result has swallowed it
+                    raise asyncio.CancelledError
             if self._bug is not None:
                 raise self._bug
         except BaseException:

@@ -126,7 +126,7 @@ class StreamConsumer:
 
         A topic that ends with `*` is a prefix: `"order.*"`, `"*"`. Several handlers of an event run
         in the order in which they were subscribed, and a retry runs all of them again. An event
-        that nobody subscribed to is acknowledged: it is for other groups.
+        that nobody subscribed to is acknowledged, and its topic logged: it is for other groups.
         """
 
         def subscribe(handler: Handler) -> Handler:
@@ -168,7 +168,8 @@ class StreamConsumer:
         handlers and several workers choose it near `concurrency`. Once stopped it reads nothing
         more, gives running handlers `grace` to end, cancels the rest, and gives back what was not
         handled: due at once for any worker, with no attempt counted. While Redis is away it tries
-        again by `backoff`; other errors of Redis end it.
+        again by `backoff`; other errors of Redis end it. A consumer without handlers is refused: it
+        would acknowledge everything.
         """
         if count < 1:
             raise ValueError(f"count must be 1 or more, not {count}")

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from redis.asyncio import RedisCluster
 
+from oncely.description import describe
 from oncely.streams.scripts import Client
 from oncely.streams.wire import Fields
 
@@ -57,10 +58,10 @@ def compose(
     fields: Fields, error: BaseException, *, attempts: int, group: str, entry: bytes
 ) -> Sequence[bytes]:
     """The dead letter's fields but for `dead_at`."""
-    text = f"{type(error).__name__}: {error}"[:_MOST_ERROR]
+    text = describe(error, longest=_MOST_ERROR)
     if len(fields) > _MOST_WORDS:
         text += f" ({(len(fields) - _MOST_WORDS) // 2} more fields were not kept)"
-    reasons = (text.encode(errors="replace"), str(attempts).encode(), group.encode(), entry)
+    reasons = (text.encode(), str(attempts).encode(), group.encode(), entry)
     return [
         *fields[:_MOST_WORDS],
         *(word for pair in zip(_ADDED, reasons, strict=False) for word in pair),

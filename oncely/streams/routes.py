@@ -9,7 +9,8 @@ from oncely.event import Handler
 __all__ = ["Routes"]
 
 _REMEMBERED = 1000  # topics; they are the application's, so a few
-_logger = logging.getLogger("oncely.streams")
+
+logger = logging.getLogger("oncely.streams")
 
 
 class Routes:
@@ -28,6 +29,7 @@ class Routes:
         self._found.clear()
 
     def __bool__(self) -> bool:
+        """Whether any handler is subscribed."""
         return bool(self._routes)
 
     def find(self, topic: str) -> tuple[Handler, ...]:
@@ -35,10 +37,10 @@ class Routes:
         found = self._found.get(topic)
         if found is None:
             found = tuple(handler for route, handler in self._routes if _covers(route, topic))
-            if not found:
-                _logger.warning("no handler for topic %r: its events are acknowledged and skipped", topic)
             if len(self._found) < _REMEMBERED:
                 self._found[topic] = found
+                if not found:  # said once for each topic that is remembered
+                    logger.warning("no handler for topic %r: its events are acknowledged and skipped", topic)
         return found
 
 

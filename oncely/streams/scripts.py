@@ -66,13 +66,21 @@ async def execute(redis: Client, command: str, *words: str | bytes | int) -> Any
 
     A pool that has no connection free just now is waited for, as a blocking pool would: consumers
     and publishers that share a small one use it in turn.
+
+    A cancellation that comes meanwhile goes on. redis-py sends inside of `asyncio.wait_for`, which
+    before Python 3.12 forgets about one that comes just when the sending ends.
     """
+    task = asyncio.current_task()
+    cancelled_before = task.cancelling() if task is not None else 0
     name = command if isinstance(redis, RedisCluster) else command.encode()
     patience = monotonic() + _POOL_PATIENCE
     while True:
         if _is_free(redis) or monotonic() >= patience:
             try:
-                return await redis.execute_command(name, *words, **{NEVER_DECODE: True})
+                reply = await redis.execute_command(name, *words, **{NEVER_DECODE: True})
+                if task is not None and task.cancelling() > cancelled_before:
+                    raise asyncio.CancelledError
+                return reply
             except ConnectionError:
                 if _is_free(redis) or monotonic() >= patience:
                     raise

@@ -619,7 +619,7 @@ async def test_a_topic_that_nobody_wants_is_told_once(
     ]
 
 
-async def test_a_consumer_runs_once_at_a_time(redis: Redis, stream: str) -> None:
+async def test_a_consumer_runs_with_handlers_and_once_at_a_time(redis: Redis, stream: str) -> None:
     consumer = StreamConsumer(redis, stream=stream)
     consumer.subscribe("*", Recorder())
     async with running(consumer):

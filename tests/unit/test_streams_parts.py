@@ -55,6 +55,19 @@ def test_topics_are_not_remembered_without_bound() -> None:
     assert len(routes._found) <= 1000
 
 
+def test_a_topic_without_a_handler_is_logged_once_and_not_without_bound(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    routes = Routes()
+    for number in range(5000):
+        for _ in range(2):
+            assert routes.find(str(number)) == ()
+    assert len(caplog.records) == 1000
+    assert (
+        caplog.records[0].getMessage() == "no handler for topic '0': its events are acknowledged and skipped"
+    )
+
+
 def test_a_handler_is_callable() -> None:
     not_callable: Any = "handler"
     with pytest.raises(TypeError):
