@@ -25,6 +25,7 @@ from datetime import timedelta
 from uuid import UUID
 
 from oncely.backoff import Backoff
+from oncely.description import describe
 from oncely.errors import PublisherUnavailable, PublishFailed, Reject
 from oncely.event import Event, Publisher
 from oncely.ledger import Claim, Failure
@@ -54,13 +55,13 @@ class Delivery:
         """Whether the claim is ours for certain."""
         return not self.lost and time.monotonic() < self.deadline
 
-    def publish(self, events: Iterable[Event]) -> None:
+    def note_published(self, events: Iterable[Event]) -> None:
         """Note that these have left."""
         for event in events:
             del self.open[event.id]
             self.published.append(event.id)
 
-    def fail(self, event: Event, error: str | None, delay: timedelta | None) -> None:
+    def note_failed(self, event: Event, error: str | None, delay: timedelta | None) -> None:
         """Note that the event's try has failed: it is tried again after `delay`, or dead without one."""
         del self.open[event.id]
         self.failures.append(Failure(event.id, error, delay))
@@ -92,7 +93,7 @@ class Courier:
             # Its claims expired again and again: no relay that published it lived to tell. The first
             # try proves nothing: it was that of a whole batch, or stands for the replay of a dead event.
             if event.attempt > max(self._max_attempts, 2):
-                delivery.fail(event, None, None)
+                delivery.note_failed(event, None, None)
         if not delivery.open:
             return
         await self._deliver_together(delivery)
@@ -176,7 +177,7 @@ class Courier:
 
     def _note_passed(self, delivery: Delivery, events: Sequence[Event]) -> None:
         self._passed += 1
-        delivery.publish(events)
+        delivery.note_published(events)
         if self._accused:
             for event in events:
                 self._accused.pop(event.id, None)
@@ -197,11 +198,12 @@ class Courier:
         """The event's try has failed: note when it is tried again, if it is."""
         self._accused.pop(event.id, None)
         final = isinstance(error, Reject) or event.attempt >= self._max_attempts
-        delivery.fail(event, _describe(error), None if final else self._retry.delay(event.attempt))
+        reason = describe(error, longest=_LONGEST_ERROR)
+        delivery.note_failed(event, reason, None if final else self._retry.delay(event.attempt))
 
 
 _MOST_ACCUSED = 1_000
-_LONGEST_ERROR = 500
+_LONGEST_ERROR = 500  # characters
 
 
 def _is_outage(error: Exception) -> bool:
@@ -209,13 +211,3 @@ def _is_outage(error: Exception) -> bool:
     if isinstance(error, PublishFailed):
         return not error.failures
     return isinstance(error, (OSError, PublisherUnavailable))  # ConnectionError, TimeoutError are OSErrors
-
-
-def _describe(error: Exception) -> str:
-    """The error's class and its message, bounded, in a form that a text column takes."""
-    try:
-        message = str(error)
-    except Exception as second:  # noqa: BLE001  an error that cannot speak is still that event's error
-        message = f"(its message raised {type(second).__name__})"
-    text = f"{type(error).__name__}: {message}"[:_LONGEST_ERROR]
-    return text.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()

@@ -227,6 +227,25 @@ async def test_dead_letters_are_listed_as_they_died(redis: Redis, stream: str) -
     assert await consumer.dead_letters.show("1-1") is None
 
 
+async def test_an_error_that_cannot_say_what_it_is_makes_a_dead_letter_all_the_same(
+    redis: Redis, stream: str
+) -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    consumer = StreamConsumer(redis, stream=stream, max_attempts=1)
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        raise Mute
+
+    await stream_publisher(redis, stream)(events("a"))
+    assert await consumer.run_once() == 1
+    [letter] = await consumer.dead_letters.list()
+    assert letter.error == "Mute: (its message raised ZeroDivisionError)"
+
+
 async def test_dead_letters_are_chosen_by_what_is_given(redis: Redis, stream: str) -> None:
     await bury(redis, stream, *range(250), group="a")
     await bury(redis, stream, "x", topic="other", group="b")
