@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-__all__ = ["Destination", "HeadersLike", "check_headers"]
+__all__ = ["Destination", "HeadersLike", "check_headers", "pairs_of"]
 
 HeadersLike: TypeAlias = Mapping[str, str] | Iterable[tuple[str, str]]
 """Headers as a mapping, or as pairs where a name comes twice."""
@@ -82,7 +82,7 @@ def check_headers(headers: HeadersLike) -> tuple[tuple[str, str], ...]:
     Raises ValueError for a name that is no token, a value that is not printable ASCII (no CR, LF or
     NUL, no space around it), names that belong to the sender, and more than 16 KiB.
     """
-    pairs = tuple(headers.items() if isinstance(headers, Mapping) else headers)
+    pairs = pairs_of(headers)
     size = 0
     for name, value in pairs:
         if _NAME.fullmatch(name) is None:
@@ -94,7 +94,13 @@ def check_headers(headers: HeadersLike) -> tuple[tuple[str, str], ...]:
         size += len(name) + len(value)
     if size > LARGEST_HEADERS:
         raise ValueError(f"headers have {size:,} bytes; at most {LARGEST_HEADERS:,} are sent")
-    return tuple((name, value) for name, value in pairs)
+    return pairs
+
+
+def pairs_of(headers: HeadersLike) -> tuple[tuple[str, str], ...]:
+    """Headers as pairs, however they were given."""
+    given: Any = headers
+    return tuple((name, value) for name, value in (given.items() if isinstance(given, Mapping) else given))
 
 
 def _is_host(host: str) -> bool:

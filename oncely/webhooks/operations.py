@@ -42,7 +42,8 @@ class Operations:
     ) -> Sequence[WebhookRecord]:
         parameters = which | {"state": None if state is None else State(state).value}
         rows = await execute(caller, self._table, self._list, parameters)
-        return [WebhookRecord(**(dict(row) | {"state": State(row["state"])})) for row in rows.mappings()]
+        found: list[dict[str, Any]] = [{**row, "state": State(row["state"])} for row in rows.mappings()]
+        return [WebhookRecord(**fields) for fields in found]
 
     async def reopen(
         self,

@@ -37,12 +37,15 @@ class Attempt(Protocol):
 
     def now(self) -> datetime:
         """The time that is signed."""
+        ...
 
     async def confirm(self) -> object:
         """All that takes time is done, and the next thing is the request's first byte. Raises to stop it."""
+        ...
 
     def answered(self, reply: Reply) -> object:
         """This is the answer, whatever becomes of the connection now."""
+        ...
 
 
 class WebhookSender:

@@ -18,9 +18,11 @@ from typing import Protocol
 from uuid import UUID
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from http_message_signatures import HTTPMessageSigner
-from http_message_signatures.algorithms import ED25519
+from http_message_signatures.algorithms import (
+    ED25519,  # pyright: ignore[reportPrivateImportUsage]  documented there
+)
 from http_message_signatures.resolvers import MappingKeyResolver
+from http_message_signatures.signatures import HTTPMessageSigner
 
 __all__ = [
     "HttpSignatures",

@@ -15,18 +15,21 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from uuid import UUID, uuid5
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-from http_message_signatures import HTTPMessageSignaturesException, HTTPMessageVerifier
-from http_message_signatures.algorithms import ED25519
+from http_message_signatures.algorithms import (
+    ED25519,  # pyright: ignore[reportPrivateImportUsage]  documented there
+)
+from http_message_signatures.exceptions import HTTPMessageSignaturesException
 from http_message_signatures.resolvers import MappingKeyResolver
+from http_message_signatures.signatures import HTTPMessageVerifier
 
 from oncely.errors import SignatureInvalid
-from oncely.webhooks.destination import HeadersLike
+from oncely.webhooks.destination import HeadersLike, pairs_of
 from oncely.webhooks.signing import check_ed25519, decode_secret, hmac_signature
 
 __all__ = ["HttpSignaturesVerifier", "StandardWebhooksVerifier", "Verified"]
@@ -152,9 +155,8 @@ def _checked(tolerance: timedelta) -> timedelta:
 
 def _fields(headers: HeadersLike) -> dict[str, list[str]]:
     """The values of each name, in lower case."""
-    pairs: Iterable[tuple[str, str]] = headers.items() if isinstance(headers, Mapping) else headers
     fields: dict[str, list[str]] = {}
-    for name, value in pairs:
+    for name, value in pairs_of(headers):
         fields.setdefault(name.lower(), []).append(value)
     return fields
 
