@@ -37,6 +37,12 @@ class Statement(TextClause):
         tables: Mapping[str, Table],
         types: Mapping[str, TypeEngine[Any] | type[TypeEngine[Any]]] | None = None,
     ) -> None:
+        for table in tables.values():
+            if table.schema is None and table.name in _LOCAL_NAME.findall(text):
+                raise ValueError(
+                    f"a table named {table.name!r} would be hidden by a name inside oncely's own statements; "
+                    "pass another table_name=, or a schema="
+                )
         self.tables_by_place = {_place(table): table for table in tables.values()}
         super().__init__(_NAME.sub(lambda match: _place(tables[match[1]]), text))
         binds = [bindparam(name, type_=type_) for name, type_ in (types or {}).items()]
@@ -47,6 +53,7 @@ class Statement(TextClause):
 
 
 _NAME = re.compile(r"\{(\w+)\}")
+_LOCAL_NAME = re.compile(r"(?:\bWITH|,)\s+(\w+)\s+AS\s+(?:NOT\s+)?(?:MATERIALIZED\s+)?\(")
 _PLACE = re.compile(r"('?)(\{table [0-9a-f]+\})")
 
 

@@ -6,6 +6,7 @@ import pytest
 from sqlalchemy import Column, Integer, MetaData, Table, Text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from oncely import Outbox
 from oncely.statement import Statement
 
 
@@ -48,3 +49,11 @@ async def test_schema_translate_map_reaches_the_table(engine: AsyncEngine, drive
         for schema in ("one", "two"):
             there = await connection.execution_options(schema_translate_map={"written": schema})
             assert (await there.execute(statement, {"id": 1})).scalar_one() == f"in {schema}"
+
+
+@pytest.mark.parametrize("name", ["ready", "held", "alone", "due", "tried"])
+def test_a_table_that_a_statements_own_name_would_hide_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        Outbox(MetaData(), table_name=name)
+    Outbox(MetaData(), table_name=name, schema="app")
+    Outbox(MetaData(), table_name=name.title())
