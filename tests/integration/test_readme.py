@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import base64
 import inspect
 import json
 import os
@@ -15,6 +16,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -40,6 +42,23 @@ def provider(request: httpx.Request) -> httpx.Response:
     return httpx.Response(200, json=json.loads(request.content) if request.method == "POST" else [])
 
 
+async def the_routes_answer(app: Any) -> None:
+    headers = {"X-User": "Ada"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://shop") as client:
+        for path, body, status in (
+            ("/orders?item=tea", {"item": "tea"}, 201),
+            ("/orders?item=the%20moon", {"detail": "there is only one"}, 409),
+            ("/payments?amount=3", {"paid": 3}, 201),
+        ):
+            for replayed in (None, "true"):
+                answer = await client.post(
+                    path, headers=headers | {"Idempotency-Key": path.partition("=")[0] + path[-4:]}
+                )
+                assert (answer.status_code, answer.json()) == (status, body)
+                assert answer.headers.get("Idempotency-Replayed") == replayed
+        assert (await client.post("/payments?amount=3", headers={"X-User": "Ada"})).status_code == 400
+
+
 async def test_the_examples_run(database: Database, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The reader's engine, on the test's schema where the server is the user's.
     monkeypatch.setattr("sqlalchemy.ext.asyncio.create_async_engine", lambda _url: database.engine())
@@ -49,6 +68,8 @@ async def test_the_examples_run(database: Database, redis_url: str, monkeypatch:
         "DATABASE_URL": url,
         "REDIS_URL": redis_url,
         "http": http,
+        "SEALING_KEY": os.urandom(32),
+        "SIGNING_SECRET": base64.b64encode(os.urandom(32)).decode(),
         "__name__": "readme",
     }
     ran = 0
@@ -65,6 +86,7 @@ async def test_the_examples_run(database: Database, redis_url: str, monkeypatch:
             if inspect.isawaitable(result):
                 await result
             ran += 1
+        await the_routes_answer(namespace["app"])
         # The worker of the README ends when it is told to.
         worker = asyncio.create_task(namespace["main"]())  # type: ignore[operator]  # made by a block
         await asyncio.sleep(0)
@@ -78,4 +100,4 @@ async def test_the_examples_run(database: Database, redis_url: str, monkeypatch:
             await redis.aclose()
         if isinstance(engine, AsyncEngine):
             await engine.dispose()
-    assert ran >= 10
+    assert ran >= 13
