@@ -1,11 +1,13 @@
 """Consuming a stream, against a bare loop: XREADGROUP, JSON decoded, one XACK a batch.
 
-Both call a handler that does nothing, with the payload decoded. The bare loop knows no keys, no
+Ours is the loop that a worker runs, `run`. Both call a handler that does nothing, with the payload
+decoded. The bare loop knows no keys, no
 retries, no dead letters and no type for an event: that is what the ratio pays for.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -39,13 +41,16 @@ class _Consuming:
 class _Ours(_Consuming):
     async def __call__(self) -> int:
         consumer = StreamConsumer(self.redis, stream=self.stream, concurrency=64)
+        stop, done = asyncio.Event(), 0
 
         @consumer.subscribe("order.paid")
-        async def handle(event: Event) -> None: ...
+        async def handle(event: Event) -> None:
+            nonlocal done
+            done += 1
+            if done == _EVENTS:
+                stop.set()
 
-        done = 0
-        while done < _EVENTS:
-            done += await consumer.run_once(count=_COUNT)
+        await consumer.run(stop, count=_COUNT)
         return done
 
 
