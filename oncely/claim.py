@@ -180,9 +180,8 @@ def check_ttl(ttl: timedelta | None) -> None:
         raise ValueError(f"ttl must be above zero and at most {_LONGEST_TTL.days:,} days, not {ttl}")
 
 
-_LONGEST_TTL = timedelta(
-    days=365_000
-)  # PostgreSQL's calendar ends, and an error of it would come after the work
+# PostgreSQL's calendar ends, and its error would come after the work.
+_LONGEST_TTL = timedelta(days=365_000)
 
 # A row of this transaction without an answer, and no other: the work may have ended the transaction.
 _DELETE = """

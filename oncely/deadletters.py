@@ -82,11 +82,11 @@ class DeadLetters:
         return [DeadEvent(*row) for row in await connection.execute(self._list, which.parameters())]
 
     async def replay(self, connection: AsyncConnection, which: Which) -> int:
-        """Make the chosen events due at once, with one try counted; how many it were."""
+        """Make the chosen events due at once, with one try counted; returns how many."""
         return int((await connection.execute(self._replay, which.parameters())).scalar_one())
 
     async def discard(self, connection: AsyncConnection, which: Which) -> int:
-        """Delete the chosen events; how many it were."""
+        """Delete the chosen events; returns how many."""
         return int((await connection.execute(self._discard, which.parameters())).scalar_one())
 
 

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Literal
 from uuid import UUID
 
 if TYPE_CHECKING:
-    from oncely.effects import EffectRecord
+    from oncely.effects.record import EffectRecord
 
 __all__ = [
     "AddressRefused",
@@ -376,10 +376,10 @@ class Refused(Exception):
         body: str | bytes | None = None,
         headers: Mapping[str, str] | Iterable[tuple[str, str]] = (),
     ) -> None:
-        pairs = headers.items() if isinstance(headers, Mapping) else headers
+        pairs: Iterable[tuple[str, str]] = headers.items() if isinstance(headers, Mapping) else headers
         self.status = status
         self.body = body
-        self.headers = tuple((name, value) for name, value in pairs)
+        self.headers: tuple[tuple[str, str], ...] = tuple((name, value) for name, value in pairs)
         super().__init__(status, body, self.headers)
 
     def __str__(self) -> str:

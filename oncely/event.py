@@ -117,7 +117,7 @@ class Event:
     ) -> Event:
         """An event whose payload and headers are still text; they are decoded when they are read.
 
-        `payload` for who has decoded it already.
+        `payload` is for a caller who has decoded it already.
         """
         event = cls.__new__(cls)  # field by field: this runs once per event of every batch
         event.id = id

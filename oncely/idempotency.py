@@ -158,7 +158,7 @@ class IdempotencyKeys:
         return None if row is None else read_answer(*row)
 
     async def forget(self, session: Caller, *, scope: str, key: str | None = None) -> int:
-        """Make this key free, or all of the scope, once the caller commits; how many it were.
+        """Make this key, or all of the scope, free once the caller commits; returns how many.
 
         Waits for transactions that change one of them. A key whose work runs in this very
         transaction stays.
@@ -173,7 +173,7 @@ class IdempotencyKeys:
     async def prune(
         self, session: Caller, *, older_than: timedelta | datetime, limit: int | None = None
     ) -> int:
-        """Delete keys that have expired, and those without a ttl made before `older_than`; how many it were.
+        """Delete keys that have expired, and those without a ttl made before `older_than`; returns how many.
 
         `older_than` is an age or an aware time. In batches of 1,000, skipping keys that somebody has
         locked, up to `limit`.

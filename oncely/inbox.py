@@ -87,7 +87,7 @@ class Inbox:
     async def prune(
         self, session: Caller, *, older_than: timedelta | datetime, limit: int | None = None
     ) -> int:
-        """Forget what was handled before `older_than` (an age or an aware time); how many rows.
+        """Forget what was handled before `older_than` (an age or an aware time); returns how many rows.
 
         In batches of 1,000, skipping rows that somebody has locked, up to `limit`.
         """

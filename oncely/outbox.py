@@ -229,7 +229,7 @@ class Outbox:
     ) -> int:
         """Send dead events again, with the id they had: those that match all that is given, or all.
 
-        How many it were; when that is `limit`, there may be more.
+        Returns how many; when that is `limit`, there may be more.
         """
         which = Which(ids=ids, topic=topic, error=error, since=since, until=until, limit=limit)
         return await self._dead_letters.replay(await join(session, self.table), which)
@@ -245,14 +245,14 @@ class Outbox:
         until: datetime | None = None,
         limit: int = 10_000,
     ) -> int:
-        """Delete dead events: those that match all that is given, or all; how many it were."""
+        """Delete dead events: those that match all that is given, or all; returns how many."""
         which = Which(ids=ids, topic=topic, error=error, since=since, until=until, limit=limit)
         return await self._dead_letters.discard(await join(session, self.table), which)
 
     async def prune(
         self, session: Caller, *, older_than: timedelta | datetime, limit: int | None = None
     ) -> int:
-        """Delete events published before `older_than` (an age or an aware time); how many it were.
+        """Delete events published before `older_than` (an age or an aware time); returns how many.
 
         Only published ones, in batches of 1,000, skipping rows that somebody has locked, up to
         `limit`. A deleted event's dedup_key is free again.

@@ -48,7 +48,7 @@ class Prunable(Protocol):
     def table(self) -> Table: ...
 
     async def prune(self, session: AsyncSession, *, older_than: timedelta, limit: int) -> int:
-        """Delete up to `limit` finished rows that are older; how many it were."""
+        """Delete up to `limit` finished rows that are older; returns how many."""
         ...
 
 
@@ -123,7 +123,7 @@ def cutoff_parameters(older_than: timedelta | datetime) -> dict[str, Any]:
 
 
 async def delete_in_batches(delete: Callable[[int], Awaitable[int]], limit: int | None) -> int:
-    """Call `delete` with a batch's size until it deletes fewer or `limit` is reached; how many it were."""
+    """Call `delete` with a batch's size until it deletes fewer or `limit` is reached; returns the sum."""
     if limit is not None and limit < 0:
         raise ValueError(f"limit is below zero: {limit}")
     total = 0

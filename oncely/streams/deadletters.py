@@ -113,7 +113,7 @@ class DeadLetters:
     ) -> int:
         """Put dead letters back into their stream: those that match all that is given, or all.
 
-        How many it were; when that is `limit`, there may be more.
+        Returns how many; when that is `limit`, there may be more.
         """
         which = _Which(ids=ids, topic=topic, group=group, error=error, since=since, until=until, limit=limit)
         replayed = 0
@@ -133,7 +133,7 @@ class DeadLetters:
         until: datetime | None = None,
         limit: int = 10_000,
     ) -> int:
-        """Delete dead letters: those that match all that is given, or all; how many it were."""
+        """Delete dead letters: those that match all that is given, or all; returns how many."""
         which = _Which(ids=ids, topic=topic, group=group, error=error, since=since, until=until, limit=limit)
         discarded = 0
         async for letter in self._find(which):

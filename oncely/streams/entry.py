@@ -22,9 +22,9 @@ class Entry:
     """`attempt` is the count that Redis has once this delivery is counted, and `counted` tells
     whether it is: that of a new entry by its reading, that of one taken over when its handler starts.
 
-    `key` is the event's, undecoded. The event itself is decoded when its turn comes: a batch would
-    else keep all of them at once, for Python's garbage collector to look through again and again.
-    `gone` when the entry was seen to be another worker's, or no more in the stream.
+    `key` is the event's, undecoded. The event itself is decoded when its turn comes: a batch
+    would otherwise keep all of them at once, for Python's garbage collector to look through again and
+    again. `gone` is set when the entry was seen to be another worker's, or no longer in the stream.
     """
 
     __slots__ = ("attempt", "counted", "fields", "gone", "id", "key", "stage")

@@ -3,7 +3,7 @@
 The handlers of a topic run one after another, in the order in which they were subscribed, and the
 first that fails ends the attempt. A retry begins with the first again: what an earlier one did
 outside of a transaction is done again unless it guards itself (`Inbox`, `Effects`). Work that must
-not wait for the other's retries belongs into a group of its own.
+not wait for the other's retries belongs in a group of its own.
 """
 
 from __future__ import annotations
