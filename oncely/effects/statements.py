@@ -204,7 +204,7 @@ def _is_stale(table: Table) -> ColumnElement[bool]:
 
 
 def _select(table: Table) -> Select[Any]:
-    return select(
+    columns: list[ColumnElement[Any]] = [
         table.c.key,
         table.c.args_hash,
         table.c.status,
@@ -217,4 +217,5 @@ def _select(table: Table) -> Select[Any]:
         type_coerce(table.c.updated_at, UtcTime).label("updated_at"),
         type_coerce(table.c.expires_at, UtcTime).label("expires_at"),
         func.coalesce(table.c.expires_at <= database_now(), false()).label("expired"),
-    )
+    ]
+    return select(*columns)

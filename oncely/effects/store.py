@@ -68,7 +68,7 @@ class Store(Protocol):
 
         PENDING makes the taker its owner, who calls again with the same provider token. DONE and
         FAILED record what was found out. UNKNOWN only shuts the old owner out. An owner whose time
-        has not run out is not taken from.
+        has not run out is not taken from, and a finished record stays as it is: both give None.
         """
         ...
 

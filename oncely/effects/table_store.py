@@ -20,7 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely.effects import statements
 from oncely.effects.record import EffectRecord, Status
-from oncely.effects.store import FINISHED, OPEN, new_token
+from oncely.effects.store import FINISHED, OPEN, Store, new_token
 from oncely.event import check_key, encode_json
 from oncely.loop import complete
 from oncely.transaction import Sessionmaker
@@ -40,8 +40,11 @@ _T = TypeVar("_T")
 _Statement: TypeAlias = Executable | Mapping[str, Executable]
 
 
-class TableStore:
-    """A Store in `table`, reached through a sessionmaker or an engine. A claim lasts `stale_after`."""
+class TableStore(Store):
+    """A Store in `table`, reached through a sessionmaker or an engine. A claim lasts `stale_after`.
+
+    What each function does and promises is said in `Store`.
+    """
 
     def __init__(
         self, table: Table, sessionmaker: Sessionmaker | AsyncEngine | None, *, stale_after: timedelta
@@ -66,7 +69,6 @@ class TableStore:
         return bound
 
     async def claim(self, key: str, args_hash: bytes, *, provider_token: str | None = None) -> str | None:
-        """The token of the new owner, who may make the call; None when there is a record already."""
         check_key(key, "key")
         token = new_token()
         won = await self._execute(
@@ -81,10 +83,6 @@ class TableStore:
         return token if won else None
 
     async def extend(self, key: str, token: str, lease: timedelta) -> bool:
-        """Whether the owner has `lease` from now. False once its time had run out, or it has finished.
-
-        An owner that is told False must stop: somebody else may be making the call.
-        """
         check_key(key, "key")
         check_duration(lease, "lease")
         return await self._execute(self._extend, _is_true, for_key=key, for_token=token, lease=lease)
@@ -99,10 +97,6 @@ class TableStore:
         error: str | None = None,
         ttl: timedelta | None = None,
     ) -> bool:
-        """Whether the end was recorded: done, failed or unknown. False when the record has changed hands.
-
-        The time may have run out: as long as nobody took the record, what its owner knows is true.
-        """
         check_key(key, "key")
         status = Status(status)
         if status is Status.PENDING:
@@ -119,12 +113,6 @@ class TableStore:
         error: str | None = None,
         ttl: timedelta | None = None,
     ) -> str | None:
-        """Decide about an unknown record as it was read: the new token, or None when it has changed.
-
-        PENDING makes the taker its owner, who calls again with the same provider token. DONE and
-        FAILED record what was found out. UNKNOWN only shuts the old owner out. An owner whose time
-        has not run out is not taken from, and a finished record stays as it is: both give None.
-        """
         status = Status(status)
         calls_again = status is Status.PENDING
         end = _end(status, result, error, ttl)
@@ -142,7 +130,6 @@ class TableStore:
     async def renew(
         self, record: EffectRecord, args_hash: bytes, *, provider_token: str | None = None
     ) -> str | None:
-        """Open a finished record whose ttl has run out, as new: the token for one of many, else None."""
         token = new_token()
         won = await self._execute(
             self._renew,
@@ -156,7 +143,6 @@ class TableStore:
         return token if won else None
 
     async def get(self, key: str) -> EffectRecord | None:
-        """The record of this key as it is now."""
         check_key(key, "key")
         found = await self._execute(self._read, _records, for_key=key)
         return found[0] if found else None
@@ -164,7 +150,6 @@ class TableStore:
     async def records(
         self, statuses: Collection[Status] | None = None, limit: int | None = None
     ) -> list[EffectRecord]:
-        """Records of these statuses, newest first; without any, the open ones: pending and unknown."""
         wanted = OPEN if statuses is None else frozenset(map(Status, statuses))
         found = await self._execute(statements.records(self.table, wanted, limit), _records)
         # The clock goes on within the statement: one may have turned unknown since it was chosen.
@@ -177,10 +162,6 @@ class TableStore:
         *,
         limit: int | None = None,
     ) -> int:
-        """Remove records that finished so long ago (seconds or a timedelta) and have no ttl to run.
-
-        Returns how many. Never an open record: statuses other than done and failed are a ValueError.
-        """
         age = older_than if isinstance(older_than, timedelta) else timedelta(seconds=older_than)
         if not timedelta(0) <= age <= LONGEST_TIME:
             raise ValueError(f"older_than must be from 0 to {LONGEST_TIME.days:,} days, not {older_than!r}")
@@ -190,7 +171,6 @@ class TableStore:
         return await self._execute(statements.purge(self.table, age, wanted, limit), _count)
 
     async def delete(self, key: str, *, token: str | None = None) -> bool:
-        """Remove the record, whatever it says; with `token`, only from its owner before the end."""
         check_key(key, "key")
         if token is None:
             return await self._execute(self._forget, _count, for_key=key) > 0
