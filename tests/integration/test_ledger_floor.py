@@ -21,19 +21,6 @@ from tests.waiting import backend_waits
 Sessions = async_sessionmaker[AsyncSession]
 
 
-@pytest.fixture
-async def outbox(engine: AsyncEngine, metadata: MetaData) -> Outbox:
-    outbox = Outbox(metadata)
-    async with engine.begin() as connection:
-        await connection.run_sync(metadata.create_all)
-    return outbox
-
-
-@pytest.fixture
-def publish() -> RecordingPublisher:
-    return RecordingPublisher()
-
-
 async def emit_and_relay(
     outbox: Outbox, sessions: Sessions, publish: RecordingPublisher, *payloads: str
 ) -> None:
