@@ -26,6 +26,7 @@ from oncely.errors import (
     Reject,
     TableNameTaken,
     TablesMissing,
+    TransactionEnded,
 )
 from oncely.event import Event, NewEvent
 from oncely.idempotency import Answer, IdempotencyKeys, Outcome, fingerprint, is_retryable, is_valid_key
@@ -68,6 +69,7 @@ __all__ = [
     "Retention",
     "TableNameTaken",
     "TablesMissing",
+    "TransactionEnded",
     "fingerprint",
     "is_retryable",
     "is_valid_key",

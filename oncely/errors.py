@@ -8,6 +8,7 @@ OncelyError
 ├── KeyLost                     a key's transaction ended, or was to end, before its answer was stored
 ├── KeyUnanswered               the key was committed without an answer; its work may have happened
 ├── NoTransaction               the connection is in autocommit: nothing could be atomic on it
+├── TransactionEnded            a message's work ended the transaction that its inbox row is in
 ├── TablesMissing               the database does not have the table: the migration has not run there
 ├── TableNameTaken (ValueError) the MetaData has another table of that name
 ├── DedupKeyReused              an event's dedup_key came back with another event
@@ -67,6 +68,7 @@ __all__ = [
     "SigningScopeUnknown",
     "TableNameTaken",
     "TablesMissing",
+    "TransactionEnded",
     "WebhookReused",
 ]
 
@@ -178,6 +180,10 @@ class TableNameTaken(OncelyError, ValueError):
 
     def __str__(self) -> str:
         return f"the MetaData already has another table named {self.name!r}; pass table_name="
+
+
+class TransactionEnded(OncelyError):
+    """A message's work committed or rolled back the transaction that its inbox row is in."""
 
 
 class TablesMissing(OncelyError):

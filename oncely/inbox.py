@@ -7,19 +7,22 @@ least once; the effect in this database is effectively once, as long as the row 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta
 from uuid import UUID
 
 from sqlalchemy import Integer, MetaData, Table, Text, Uuid
-from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.event import listen, remove
+from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction, AsyncTransaction
+from sqlalchemy.orm import Session
 
-from oncely.errors import InvalidKey
+from oncely.errors import InvalidKey, TransactionEnded
 from oncely.event import Event, Handler, check_key
 from oncely.retention import CUTOFF, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
 from oncely.tables import inbox_table
-from oncely.transaction import Caller, Sessionmaker, execute, join
+from oncely.transaction import Caller, Sessionmaker, execute, join, owner_of
 
 __all__ = ["Inbox"]
 
@@ -54,14 +57,16 @@ class Inbox:
         if the caller catches the error and commits, and a later delivery runs it again.
 
         Raises, before any SQL: InvalidKey for a consumer that cannot be stored, NoTransaction in
-        autocommit.
+        autocommit. Raises TransactionEnded when the work commits or rolls back the transaction, or
+        catches the error of a flush, with which SQLAlchemy rolls back.
         """
         _check_consumer(consumer)
         await join(session, self.table)
-        async with session.begin_nested():
+        async with session.begin_nested() as savepoint:
             if not await self._is_first(session, event, consumer):
                 return False
-            await work()
+            with _kept_open(session, savepoint):
+                await work()
         return True
 
     def handler(
@@ -73,14 +78,16 @@ class Inbox:
     ) -> Handler:
         """A handler for `StreamConsumer.subscribe` that calls `handle(session, event)` once per event.
 
-        Each call is one transaction of its own, which holds the row and what `handle` writes.
+        Each call is one transaction of its own, which holds the row and what `handle` writes. A
+        `handle` that ends it by itself gets TransactionEnded, and the message comes again.
         """
         _check_consumer(consumer)
 
         async def handle_once(event: Event) -> None:
-            async with sessionmaker() as session, session.begin():
+            async with sessionmaker() as session, session.begin() as transaction:
                 if await self._is_first(session, event, consumer):
-                    await handle(session, event)
+                    with _kept_open(session, transaction):
+                        await handle(session, event)
 
         return handle_once
 
@@ -103,6 +110,35 @@ class Inbox:
         event_id = event.id if isinstance(event, Event) else event
         row = {"consumer": consumer, "event_id": event_id}
         return (await execute(session, self.table, self._insert, row)).rowcount == 1
+
+
+@contextmanager
+def _kept_open(session: Caller, transaction: AsyncSessionTransaction | AsyncTransaction) -> Iterator[None]:
+    """The transaction that holds the row lives through the block, or the block ends in TransactionEnded.
+
+    A session that is asked to commit refuses before anything is committed. A rollback inside the block,
+    also the one that SQLAlchemy makes when a flush fails, is found at the end of it: without the row,
+    the work must not count as done.
+    """
+    owner = owner_of(session)
+    held = transaction.sync_transaction
+
+    def refuse(committing: Session) -> None:
+        current = committing.get_nested_transaction() or committing.get_transaction()
+        if current is held:
+            raise TransactionEnded("the work was to commit the transaction that its inbox row is in")
+
+    if isinstance(owner, AsyncSession):
+        listen(owner.sync_session, "before_commit", refuse)
+    try:
+        yield
+        if not transaction.is_active:
+            raise TransactionEnded(
+                "the work, or a flush that failed in it, ended its inbox row's transaction"
+            )
+    finally:
+        if isinstance(owner, AsyncSession):
+            remove(owner.sync_session, "before_commit", refuse)
 
 
 def _check_consumer(consumer: str) -> None:

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 import pytest
 from sqlalchemy import Column, Integer, MetaData, Table, Text, func, insert, select, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
+from sqlalchemy.orm import registry
 
-from oncely import Event, Inbox, InvalidKey, NoTransaction
+from oncely import Event, Inbox, InvalidKey, NoTransaction, TransactionEnded
 from oncely.event import uuid7
 from oncely.transaction import is_retryable
 from tests.waiting import backend_waits
 
 Sessions = async_sessionmaker[AsyncSession]
 revenue = Table("revenue", MetaData(), Column("id", Integer, primary_key=True), Column("note", Text))
+
+
+class Booking:
+    """A row of revenue, by the ORM."""
+
+    def __init__(self, id: int, note: str) -> None:  # noqa: A002  the column's name
+        self.id = id
+        self.note = note
+
+
+registry().map_imperatively(Booking, revenue)
 
 
 @pytest.fixture
@@ -142,6 +156,68 @@ async def test_work_that_raises_leaves_no_row_also_when_the_error_is_caught(
     assert await booked(sessions) == 1
     async with sessions() as session, session.begin():
         assert await inbox.run(session, event, lambda: book(session, event), consumer="billing")
+
+
+async def swallow_a_flush_that_fails(session: AsyncSession, event: Event) -> None:
+    """What "insert if it is not there" looks like on a session; SQLAlchemy rolls back with the flush."""
+    session.add_all([Booking(id=1, note="one"), Booking(id=1, note="the same")])
+    with suppress(IntegrityError):
+        await session.flush()
+
+
+async def roll_back(session: AsyncSession, event: Event) -> None:
+    await book(session, event)
+    await session.rollback()
+
+
+async def commit(session: AsyncSession, event: Event) -> None:
+    await book(session, event)
+    await session.commit()
+
+
+ENDINGS = [swallow_a_flush_that_fails, roll_back, commit]
+
+
+@pytest.mark.filterwarnings("ignore:New instance .* conflicts with persistent instance")
+@pytest.mark.parametrize("handle", ENDINGS, ids=lambda handle: handle.__name__)
+async def test_a_handler_that_ends_its_transaction_is_not_taken_for_done(
+    inbox: Inbox, sessions: Sessions, driver: str, handle: Callable[[AsyncSession, Event], Awaitable[None]]
+) -> None:
+    event = paid()
+    with pytest.raises(TransactionEnded):
+        await inbox.handler(sessions, handle, consumer="billing")(event)
+    assert await booked(sessions) == 0
+    await inbox.handler(sessions, book, consumer="billing")(event)
+    assert await booked(sessions) == 1
+
+
+@pytest.mark.filterwarnings("ignore:New instance .* conflicts with persistent instance")
+@pytest.mark.parametrize("handle", ENDINGS, ids=lambda handle: handle.__name__)
+async def test_work_that_ends_the_transaction_is_not_taken_for_done(
+    inbox: Inbox, sessions: Sessions, driver: str, handle: Callable[[AsyncSession, Event], Awaitable[None]]
+) -> None:
+    event = paid()
+    async with sessions() as session:
+        with pytest.raises(TransactionEnded):
+            await inbox.run(session, event, lambda: handle(session, event), consumer="billing")
+        await session.commit()
+    assert await booked(sessions) == 0
+    async with sessions.begin() as session:
+        assert await inbox.run(session, event, lambda: book(session, event), consumer="billing")
+
+
+async def test_a_handler_may_use_savepoints_of_its_own(inbox: Inbox, sessions: Sessions, driver: str) -> None:
+    async def tries(session: AsyncSession, event: Event) -> None:
+        with suppress(IntegrityError):
+            async with session.begin_nested():
+                session.add_all([Booking(id=1, note="one"), Booking(id=1, note="the same")])
+        async with session.begin_nested():
+            await book(session, event)
+
+    event, handle = paid(), inbox.handler(sessions, tries, consumer="billing")
+    await handle(event)
+    await handle(event)
+    assert await booked(sessions) == 1
 
 
 async def test_at_repeatable_read_a_lost_race_is_a_serialization_failure(
