@@ -216,7 +216,7 @@ async def test_an_owner_that_is_killed_while_it_waits_for_the_answer_charges_onc
 
 
 @on_both
-async def test_c43_an_owner_that_stood_still_does_not_charge_after_the_next_one_has(
+async def test_an_owner_that_stood_still_does_not_charge_after_the_next_one_has(
     effects: Effects, provider: Provider, owners: Owners
 ) -> None:
     owner = await owners.start("stop")

@@ -180,7 +180,7 @@ async def test_an_end_that_cannot_be_recorded_for_cut_wires_is_unknown_to_its_ca
     assert await near.run("k", never, verify=provider.find) == {"charge": 1}
 
 
-async def test_c43_a_call_is_stopped_in_time_when_the_database_falls_silent(
+async def test_a_call_is_stopped_in_time_when_the_database_falls_silent(
     far: AsyncEngine, engine: AsyncEngine, wire: Wire, driver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "PATIENCE", timedelta(seconds=0.3))
@@ -203,7 +203,7 @@ async def test_c43_a_call_is_stopped_in_time_when_the_database_falls_silent(
     assert (await record_of(near, "k")).status is Status.UNKNOWN
 
 
-async def test_c43_a_connection_that_fell_silent_does_not_cost_the_claim(
+async def test_a_connection_that_fell_silent_does_not_cost_the_claim(
     far: AsyncEngine, engine: AsyncEngine, wire: Wire, driver: str
 ) -> None:
     effects = await make_effects(far, stale_after=timedelta(seconds=1.2))

@@ -28,7 +28,7 @@ async def locked(engine: AsyncEngine, key: str) -> AsyncIterator[None]:
         await connection.rollback()
 
 
-async def test_c43_an_extension_that_waited_for_the_row_past_its_lease_reports_the_loss(
+async def test_an_extension_that_waited_for_the_row_past_its_lease_reports_the_loss(
     engine: AsyncEngine, driver: str
 ) -> None:
     effects = await make_effects(engine)
@@ -61,7 +61,7 @@ async def test_a_take_that_waited_for_the_row_sees_what_became_of_it(
     assert (await record_of(effects, "k")).status is Status.DONE
 
 
-async def test_c44_purge_does_not_wait_for_a_locked_row(engine: AsyncEngine) -> None:
+async def test_purge_does_not_wait_for_a_locked_row(engine: AsyncEngine) -> None:
     effects = await make_effects(engine)
     for key in ("a", "b"):
         token = await effects.claim(key, b"args")

@@ -471,7 +471,7 @@ async def test_redact_decides_what_is_stored_of_an_error(any_engine: AsyncEngine
         assert (await record_of(effects, stored)).error == stored
 
 
-async def test_c41_an_owner_that_was_taken_from_raises_what_it_lost(
+async def test_an_owner_that_was_taken_from_raises_what_it_lost(
     effects: Effects, any_engine: AsyncEngine
 ) -> None:
     async def call(provider_token: str) -> object:
@@ -486,7 +486,7 @@ async def test_c41_an_owner_that_was_taken_from_raises_what_it_lost(
     assert await effects.run("k", must_not_be_made) == "the taker's"
 
 
-async def test_c41_an_owner_that_failed_after_it_was_taken_from_has_lost_too(
+async def test_an_owner_that_failed_after_it_was_taken_from_has_lost_too(
     effects: Effects, any_engine: AsyncEngine
 ) -> None:
     async def call(provider_token: str) -> object:
@@ -537,7 +537,7 @@ async def test_a_long_call_keeps_its_claim_by_its_heartbeat(any_engine: AsyncEng
     assert len(ends) >= 4
 
 
-async def test_c43_a_call_whose_claim_has_ended_is_stopped(any_engine: AsyncEngine) -> None:
+async def test_a_call_whose_claim_has_ended_is_stopped(any_engine: AsyncEngine) -> None:
     effects = await make_effects(any_engine, stale_after=timedelta(seconds=0.9))
     ends = []
 
@@ -555,7 +555,7 @@ async def test_c43_a_call_whose_claim_has_ended_is_stopped(any_engine: AsyncEngi
     assert (record.status, caught.value.record) == (Status.UNKNOWN, record)
 
 
-async def test_c43_a_call_is_stopped_when_another_has_taken_its_record(any_engine: AsyncEngine) -> None:
+async def test_a_call_is_stopped_when_another_has_taken_its_record(any_engine: AsyncEngine) -> None:
     effects = await make_effects(any_engine, stale_after=timedelta(seconds=0.9))
     taken = []
 

@@ -146,7 +146,7 @@ async def test_a_claim_that_has_run_out_reads_as_unknown(effects: Effects, any_e
     assert (record.status, record.expired) == (Status.UNKNOWN, True)
 
 
-async def test_c43_a_claim_is_extended_while_it_lives(effects: Effects, any_engine: AsyncEngine) -> None:
+async def test_a_claim_is_extended_while_it_lives(effects: Effects, any_engine: AsyncEngine) -> None:
     token = await owner_of(effects, "k")
     await pass_time(effects, any_engine, 0.9 * HOUR)
     assert await effects.extend("k", token, HOUR)
@@ -154,9 +154,7 @@ async def test_c43_a_claim_is_extended_while_it_lives(effects: Effects, any_engi
     assert (await record_of(effects, "k")).status is Status.PENDING
 
 
-async def test_c43_a_claim_that_has_run_out_is_not_extended(
-    effects: Effects, any_engine: AsyncEngine
-) -> None:
+async def test_a_claim_that_has_run_out_is_not_extended(effects: Effects, any_engine: AsyncEngine) -> None:
     token = await owner_of(effects, "k")
     await pass_time(effects, any_engine, 1.1 * HOUR)
     assert not await effects.extend("k", token, HOUR)
@@ -164,7 +162,7 @@ async def test_c43_a_claim_that_has_run_out_is_not_extended(
 
 
 @pytest.mark.parametrize("status", [Status.DONE, Status.FAILED, Status.UNKNOWN])
-async def test_c43_a_finished_record_never_comes_back_to_life(
+async def test_a_finished_record_never_comes_back_to_life(
     effects: Effects, any_engine: AsyncEngine, status: Status
 ) -> None:
     token = await owner_of(effects, "k")
@@ -176,7 +174,7 @@ async def test_c43_a_finished_record_never_comes_back_to_life(
     assert not await effects.extend("k", token, HOUR)
 
 
-async def test_c41_a_stale_owner_is_told_that_it_lost(effects: Effects, any_engine: AsyncEngine) -> None:
+async def test_a_stale_owner_is_told_that_it_lost(effects: Effects, any_engine: AsyncEngine) -> None:
     first = await owner_of(effects, "k")
     await pass_time(effects, any_engine, HOUR)
     second = await effects.take(await record_of(effects, "k"), Status.PENDING)
@@ -188,9 +186,7 @@ async def test_c41_a_stale_owner_is_told_that_it_lost(effects: Effects, any_engi
     assert (await record_of(effects, "k")).result == "the second's"
 
 
-async def test_c41_a_token_of_an_earlier_life_is_not_accepted(
-    effects: Effects, any_engine: AsyncEngine
-) -> None:
+async def test_a_token_of_an_earlier_life_is_not_accepted(effects: Effects, any_engine: AsyncEngine) -> None:
     first = await owner_of(effects, "k")
     await effects.finish("k", first, Status.DONE, ttl=MINUTE)
     await pass_time(effects, any_engine, HOUR)
@@ -281,7 +277,7 @@ async def test_a_take_compares_with_what_was_read(effects: Effects, any_engine: 
     assert await effects.take(now, Status.DONE) is not None
 
 
-async def test_c44_ttl_frees_a_finished_record_and_renew_opens_it(
+async def test_ttl_frees_a_finished_record_and_renew_opens_it(
     effects: Effects, any_engine: AsyncEngine
 ) -> None:
     token = await owner_of(effects, "k")
@@ -312,7 +308,7 @@ async def test_c44_ttl_frees_a_finished_record_and_renew_opens_it(
     assert await effects.renew(expired, b"other") is None
 
 
-async def test_c44_ttl_does_not_free_what_is_open(effects: Effects, any_engine: AsyncEngine) -> None:
+async def test_ttl_does_not_free_what_is_open(effects: Effects, any_engine: AsyncEngine) -> None:
     await owner_of(effects, "pending")
     token = await owner_of(effects, "unknown")
     await effects.finish("unknown", token, Status.UNKNOWN)
@@ -343,7 +339,7 @@ async def keys(effects: Effects) -> set[str]:
     return {record.key for record in await effects.records(list(Status))}
 
 
-async def test_c44_purge_removes_finished_records_only(effects: Effects, any_engine: AsyncEngine) -> None:
+async def test_purge_removes_finished_records_only(effects: Effects, any_engine: AsyncEngine) -> None:
     await all_kinds(effects)
     await pass_time(effects, any_engine, 100 * HOUR)
     assert await effects.purge(99 * HOUR) == 3

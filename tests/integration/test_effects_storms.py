@@ -36,7 +36,7 @@ async def never(provider_token: str) -> object:
     raise AssertionError("the call was made")
 
 
-async def test_c43_a_call_is_stopped_when_its_claim_cannot_be_extended_in_time(
+async def test_a_call_is_stopped_when_its_claim_cannot_be_extended_in_time(
     any_engine: AsyncEngine,
 ) -> None:
     stale_after = timedelta(seconds=0.6)
@@ -59,7 +59,7 @@ async def test_c43_a_call_is_stopped_when_its_claim_cannot_be_extended_in_time(
     assert (await record_of(effects, "k")).status is Status.UNKNOWN
 
 
-async def test_c43_an_extension_that_was_held_up_past_the_lease_reports_the_loss(
+async def test_an_extension_that_was_held_up_past_the_lease_reports_the_loss(
     any_engine: AsyncEngine,
 ) -> None:
     effects = await make_effects(any_engine, stale_after=timedelta(seconds=0.3))
@@ -78,7 +78,7 @@ async def test_c43_an_extension_that_was_held_up_past_the_lease_reports_the_loss
     assert (await record_of(effects, "k")).status is Status.UNKNOWN
 
 
-async def test_c43_an_extension_that_was_held_up_within_the_lease_counts(any_engine: AsyncEngine) -> None:
+async def test_an_extension_that_was_held_up_within_the_lease_counts(any_engine: AsyncEngine) -> None:
     effects = await make_effects(any_engine)
     token = await effects.claim("k", b"args")
     assert token is not None
@@ -190,7 +190,7 @@ async def test_when_the_end_cannot_be_recorded_the_outcome_is_unknown(any_engine
     assert len(broken.value.__notes__) == 1
 
 
-async def test_c43_an_extension_racing_a_takeover_leaves_one_owner_in_100_rounds(
+async def test_an_extension_racing_a_takeover_leaves_one_owner_in_100_rounds(
     any_engine: AsyncEngine,
 ) -> None:
     effects = await make_effects(any_engine, stale_after=timedelta(milliseconds=40))
@@ -231,7 +231,7 @@ async def test_c43_an_extension_racing_a_takeover_leaves_one_owner_in_100_rounds
     assert 0 < extended < 100
 
 
-async def test_c41_a_late_finish_racing_a_takeover_leaves_one_winner(any_engine: AsyncEngine) -> None:
+async def test_a_late_finish_racing_a_takeover_leaves_one_winner(any_engine: AsyncEngine) -> None:
     effects = await make_effects(any_engine)
     for round_number in range(50):
         key = f"k{round_number}"
@@ -250,7 +250,7 @@ async def test_c41_a_late_finish_racing_a_takeover_leaves_one_winner(any_engine:
         await effects.delete(key)
 
 
-async def test_c44_two_purges_at_once_share_the_work(any_engine: AsyncEngine) -> None:
+async def test_two_purges_at_once_share_the_work(any_engine: AsyncEngine) -> None:
     effects = await make_effects(any_engine)
     for number in range(40):
         token = await effects.claim(f"k{number}", b"args")

@@ -57,7 +57,7 @@ async def ada(session: AsyncSession) -> Customer:
     return (await session.scalars(query)).one()
 
 
-# C14: the caller's transaction
+# the caller's transaction
 
 
 async def test_a_key_is_used_in_a_fresh_session(shop: Shop, session: AsyncSession) -> None:
@@ -447,7 +447,7 @@ async def test_a_hook_of_the_session_that_fails_leaves_no_key(shop: Shop, sessio
     assert (shop.worked, await shop.stored()) == (0, [])
 
 
-# C15: the engine's own serializers
+# the engine's own serializers
 
 
 def as_bytes(value: object) -> bytes:

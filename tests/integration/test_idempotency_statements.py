@@ -73,7 +73,7 @@ async def test_who_does_not_wait_sends_one_statement(shop: Shop) -> None:
     assert verbs(statements) == ["WITH"]
 
 
-# C17: nothing outlives the transaction
+# nothing outlives the transaction
 
 
 async def everything(shop: Shop, prefix: str = "") -> None:
