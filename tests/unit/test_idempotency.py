@@ -203,6 +203,6 @@ def test_a_table_of_that_name_that_is_not_ours_is_refused() -> None:
     from oncely import Outbox
 
     metadata = MetaData()
-    Outbox(metadata, table_name="taken")
+    Outbox(metadata, table_name="messages")
     with pytest.raises(TableNameTaken):
-        IdempotencyKeys(metadata, "taken")
+        IdempotencyKeys(metadata, "messages")
