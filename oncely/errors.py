@@ -240,12 +240,16 @@ class PublishFailed(OncelyError):
     """Raised by a publisher that sent a part of its batch: `failures` maps event ids to errors.
 
     Events that are not named in `failures` count as sent, except those in `unsent`, which were
-    not tried (they come after a failed event of their key).
+    not tried (they come after a failed event of their key). When it names no event of the batch, or
+    others, nothing counts as sent. Raises TypeError for what is not an event's id.
     """
 
     def __init__(self, failures: Mapping[UUID, Exception], unsent: Iterable[UUID] = ()) -> None:
         self.failures = dict(failures)
         self.unsent = frozenset(unsent)
+        for event_id in (*self.failures, *self.unsent):
+            if not isinstance(event_id, UUID):
+                raise TypeError(f"PublishFailed names events by their id, a UUID, not by {event_id!r}")
         super().__init__(self.failures, self.unsent)
 
     def __str__(self) -> str:

@@ -12,8 +12,10 @@ The detour. Events behind a held key cannot be passed by the floor, and a large 
 read by every claim. So each ledger also remembers a position further on, and the keys of all that lies
 between the two: as long as every one of them is held, the scan starts there.
 
-All this is good only for the server process and the table files it was learnt on, the `ground`; where
-either has changed, the statement takes it as zero, and it is forgotten.
+All this is good only for the server process, since its last crash, and for the database and the table
+files it was learnt on: the `ground`. Where one has changed, the statement takes it as zero, and it is
+forgotten. It is also forgotten once a minute, so that an event which got below it by other means (sent
+again by hand, inserted past `emit`, a sequence that was set back) leaves a minute late, and not never.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from dataclasses import dataclass, field
 __all__ = ["Facts", "Floor"]
 
 _MOST_DETOUR_KEYS = 1_000
+_LIFETIME = 60.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +50,17 @@ class Floor:
     """What one ledger remembers. `first_claim` is the number below which no claim lives."""
 
     ground: str = ""
+    learnt_at: float = 0.0
     floor: int = 0
     first_claim: int = 0
     detour: int = 0
     detour_keys: frozenset[str] = frozenset()
     # Positions seen by earlier claims, each with the transaction id of that claim, oldest first.
     _seen: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def fresh(self, now: float) -> Floor:
+        """This memory, or a new one when it is older than a minute. `now` is of the monotonic clock."""
+        return self if now - self.learnt_at < _LIFETIME else Floor(learnt_at=now)
 
     def parameters(self) -> dict[str, object]:
         """What a choosing statement is given of this."""
@@ -71,7 +79,7 @@ class Floor:
         its snapshot: then a writer with a higher id may have a place below what was seen.
         """
         if self.ground != facts.ground:
-            return Floor(ground=facts.ground).after(
+            return Floor(ground=facts.ground, learnt_at=self.learnt_at).after(
                 facts, keys_used=frozenset(), trust_position=trust_position
             )
         self.first_claim = max(self.first_claim, facts.first_claim)

@@ -118,11 +118,12 @@ class Ledger:
         self._tried_first = not self._tried_first
         try:
             async with begin(sessionmaker, self._events) as connection:
-                expired = (await connection.execute(self._lock)).scalar_one()
+                expired, writes, _ = (await connection.execute(self._lock)).one()
                 if expired:
                     await self._reaper.reap(connection)
                 if unanswered:
                     await connection.execute(self._give_back, {"tokens": unanswered})
+                self._floor = self._floor.fresh(begun)
                 keys_used = self._floor.detour_keys
                 parameters: dict[str, object] = {
                     "token": token,
@@ -149,7 +150,7 @@ class Ledger:
         self._floor = self._floor.after(
             Facts(**decode_json(facts.topic)),
             keys_used=keys_used,
-            trust_position=not (expired or unanswered or parameters["locked_ids"]),
+            trust_position=not (writes or expired or unanswered or parameters["locked_ids"]),
         )
         # A tenth of the lease is kept for the settling, and for clocks that run at other speeds.
         return Claim(
@@ -211,6 +212,7 @@ _NOTHING_LOCKED: dict[str, object] = {"locked_ids": [], "locked_keys": [], "lock
 # the indexes, with the plan that is there.
 _LOCK = """
 SELECT EXISTS (SELECT FROM {claims} WHERE expires_at <= statement_timestamp()) AS expired,
+       pg_current_xact_id_if_assigned() IS NOT NULL AS writes,
        count(set_config(name, value, true))
 FROM pg_advisory_xact_lock(1869505381, '{claims}'::regclass::oid::int4),
      (VALUES ('idle_in_transaction_session_timeout', '5000'), ('plan_cache_mode', 'force_generic_plan'),
@@ -225,8 +227,10 @@ _PARKED = "SELECT key, position FROM {outbox} WHERE dead_at IS NOT NULL AND key 
 # could not be locked is returned in the place of a claim, and chosen around the next time.
 _CHOOSE = """
 WITH here AS MATERIALIZED (
-    SELECT pg_postmaster_start_time() || ' ' || pg_relation_filenode('{outbox}')
-        || ' ' || pg_relation_filenode('{claims}') AS ground
+    SELECT concat_ws(' ',
+        pg_postmaster_start_time(), pg_stat_get_bgwriter_stat_reset_time(),
+        (SELECT oid FROM pg_database WHERE datname = current_database()),
+        pg_relation_filenode('{outbox}'), pg_relation_filenode('{claims}')) AS ground
 ),
 memory AS MATERIALIZED (
     SELECT ground,

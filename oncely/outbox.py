@@ -275,8 +275,12 @@ def sent(events: Sequence[Event], failed: PublishFailed) -> list[Event]:
     """The events of a batch that left before a publisher raised PublishFailed.
 
     What comes after a failed event of its key is taken as unsent, also when the publisher does not
-    say so: sent twice is better than never.
+    say so: sent twice is better than never. For the same reason nothing counts as sent when it names
+    no event at all, or one that is not of this batch.
     """
+    named = failed.failures.keys() | failed.unsent
+    if not named or not named <= {event.id for event in events}:
+        return []
     broken: set[str] = set()
     left: list[Event] = []
     for event in events:

@@ -7,16 +7,23 @@ a writer may have its place in line before it has a transaction id. Each is made
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
+from uuid import uuid4
 
+import psycopg
 import pytest
-from sqlalchemy import MetaData, text
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+from sqlalchemy import Connection, MetaData, text
+from sqlalchemy.event import listens_for
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from oncely import Event, Outbox
-from oncely.testing import RecordingPublisher
-from tests.waiting import backend_waits
+from oncely.testing import EmbeddedPostgres, RecordingPublisher
+from tests.waiting import backend_waits, until
 
 Sessions = async_sessionmaker[AsyncSession]
 
@@ -130,6 +137,79 @@ async def test_it_is_forgotten_when_the_table_begins_anew(
             await connection.execute(text(again))
     await emit_and_relay(outbox, sessions, publish, "anew")
     assert [event.payload for event in publish.events] == ["a", "b", "c", "d", "e", "anew"]
+
+
+async def test_a_transaction_that_writes_before_it_claims_teaches_nothing(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, publish: RecordingPublisher
+) -> None:
+    """An engine whose transactions begin with a write: an audit hook, say."""
+
+    @listens_for(engine.sync_engine, "begin")
+    def write(connection: Connection) -> None:
+        connection.execute(text("SELECT pg_current_xact_id()"))
+
+    await emit_and_relay(outbox, sessions, publish, "a", "b", "c", "d", "e")
+    assert outbox.ledger._floor.floor == 0
+
+
+async def test_it_is_forgotten_after_a_minute(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, publish: RecordingPublisher
+) -> None:
+    await emit_and_relay(outbox, sessions, publish, "a", "b", "c", "d", "e")
+    async with engine.begin() as connection:  # what an operator does who wants it sent again
+        await connection.execute(text("UPDATE outbox SET published_at = NULL WHERE payload = '\"a\"'"))
+    assert await outbox.relay_once(sessions, publish) == []
+    outbox.ledger._floor.learnt_at -= 60
+    assert [event.payload for event in await outbox.relay_once(sessions, publish)] == ["a"]
+
+
+async def test_it_is_not_taken_into_another_database_of_the_same_files(
+    postgres: EmbeddedPostgres, publish: RecordingPublisher
+) -> None:
+    outbox = Outbox(MetaData())
+    names = [f"test_{uuid4().hex}" for _ in range(3)]
+    with psycopg.connect(postgres.dsn(), autocommit=True) as admin:
+        admin.execute(f"CREATE DATABASE {names[0]} TEMPLATE template0".encode())
+        template = create_async_engine(postgres.url(database=names[0]))
+        async with template.begin() as connection:
+            await connection.run_sync(outbox.table.metadata.create_all)
+        await template.dispose()
+        for name in names[1:]:
+            admin.execute(f"CREATE DATABASE {name} TEMPLATE {names[0]}".encode())
+            tenant = create_async_engine(postgres.url(database=name))
+            await emit_and_relay(outbox, async_sessionmaker(tenant), publish, *"abcde")
+            await tenant.dispose()
+        for name in names:
+            admin.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
+    assert [event.payload for event in publish.events] == list("abcdeabcde")
+
+
+async def test_it_is_forgotten_when_a_crash_takes_committed_rows_along(publish: RecordingPublisher) -> None:
+    """With synchronous_commit off, the crash of one backend sets rows and positions back."""
+    with EmbeddedPostgres({"synchronous_commit": "off", "wal_writer_delay": "10s"}) as server:
+        outbox, engine = Outbox(MetaData()), create_async_engine(server.url())
+        sessions = async_sessionmaker(engine)
+        async with engine.begin() as connection:
+            await connection.run_sync(outbox.table.metadata.create_all)
+        with psycopg.connect(server.dsn(), autocommit=True) as admin:
+            admin.execute("CHECKPOINT")
+        await emit_and_relay(outbox, sessions, publish, *(str(number) for number in range(40)))
+        with closing(psycopg.connect(server.dsn())) as victim:
+            os.kill(victim.info.backend_pid, signal.SIGKILL)
+        await engine.dispose(close=False)
+
+        async def is_back() -> bool:
+            try:
+                async with engine.connect() as connection:
+                    return bool(await connection.scalar(text("SELECT true")))
+            except (DBAPIError, OSError):
+                return False
+
+        await until(is_back)
+        publish.batches.clear()
+        await emit_and_relay(outbox, sessions, publish, "after")
+        await engine.dispose()
+    assert "after" in [event.payload for event in publish.events]
 
 
 async def test_it_does_not_pass_what_another_relay_gives_back(
