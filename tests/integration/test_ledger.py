@@ -9,8 +9,10 @@ from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
+import psycopg
 import pytest
-from sqlalchemy import MetaData, text
+from psycopg.types.json import Jsonb
+from sqlalchemy import MetaData, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely import Outbox
@@ -336,6 +338,49 @@ async def test_an_event_that_appears_inside_what_is_passed_by_is_not_passed_by(
     assert await drained(outbox, sessions) == [["late"]]
 
 
+async def test_a_hold_that_ends_is_noticed_although_another_key_is_passed_by_since(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+) -> None:
+    for key in ("a", "b"):
+        await emit(outbox, sessions, f"{key} first", key=key)
+        await fail(outbox, sessions, f"{key} first", delay=HOUR)
+        for number in range(5):
+            await emit(outbox, sessions, f"{key} {number}", key=key)
+            await emit(outbox, sessions, number)
+            await outbox.relay_once(sessions, RecordingPublisher())
+    assert outbox.ledger._floor.detour_keys == {"a", "b"}
+    await execute(engine, "UPDATE outbox SET due_at = statement_timestamp() WHERE key = 'a' AND attempts > 0")
+    assert await drained(outbox, sessions) == [["a first"], [f"a {number}" for number in range(5)]]
+
+
+async def test_a_place_taken_while_a_claim_reaps_is_not_passed_by(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, database: Database
+) -> None:
+    """The claim has its transaction id by then: a writer's that is newer may still be older in line."""
+    await emit(outbox, sessions, "of a dead relay")
+    await claim(Outbox(MetaData()), sessions)
+    await expire_claims(engine)
+    sql = (
+        "INSERT INTO outbox (id, topic, payload) SELECT gen_random_uuid(), 't', %s"
+        " WHERE pg_current_xact_id() IS NOT NULL"
+    )
+    with psycopg.connect(database.dsn()) as late, psycopg.connect(database.dsn(), autocommit=True) as other:
+
+        def write(*arguments: Any) -> None:
+            if "INSERT INTO outbox_claims" in arguments[2] and late.info.transaction_status == 0:
+                late.execute(sql, [Jsonb("late")])
+                other.execute(sql, [Jsonb("early")])
+
+        event.listen(engine.sync_engine, "before_cursor_execute", write)
+        await outbox.relay_once(sessions, RecordingPublisher())
+        event.remove(engine.sync_engine, "before_cursor_execute", write)
+        for number in range(6):
+            await emit(outbox, sessions, number)
+            await outbox.relay_once(sessions, RecordingPublisher())
+        late.commit()
+    assert flat(await drained(outbox, sessions))[-1] == "late"
+
+
 # --- rows that somebody has locked
 
 
@@ -376,6 +421,18 @@ async def test_more_locked_events_than_a_batch_do_not_stop_the_others(
             assert payloads(await outbox.relay_once(sessions, RecordingPublisher(), batch=batch)) == [number]
     expected = [f"x{number}" for number in range(1, 7)] + [f"a{number}" for number in range(10)]
     assert flat(await drained(outbox, sessions, batch=batch)) == expected
+
+
+async def test_what_is_looked_around_is_remembered_although_the_floor_rises(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+) -> None:
+    await emit(outbox, sessions, "x")
+    async with asyncio.timeout(10), locked(engine, "x"):
+        for number in range(8):
+            await emit(outbox, sessions, number)
+            batch = 1 if number % 2 else 10  # the smaller one must look around, the larger one need not
+            assert payloads(await outbox.relay_once(sessions, RecordingPublisher(), batch=batch)) == [number]
+    assert await drained(outbox, sessions) == [["x"]]
 
 
 async def test_locked_tried_events_do_not_stop_the_fresh_ones(
