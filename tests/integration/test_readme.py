@@ -42,6 +42,13 @@ def provider(request: httpx.Request) -> httpx.Response:
     return httpx.Response(200, json=json.loads(request.content) if request.method == "POST" else [])
 
 
+def test_the_tests_that_prove_its_promises_exist() -> None:
+    named = re.findall(r"`(test_\w+)`", README.read_text())
+    tests = "\n".join(path.read_text() for path in README.parent.glob("tests/**/test_*.py"))
+    assert len(named) >= 14
+    assert [name for name in named if f"def {name}(" not in tests] == []
+
+
 async def the_routes_answer(app: Any) -> None:
     headers = {"X-User": "Ada"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://shop") as client:
