@@ -423,15 +423,20 @@ async def test_more_locked_events_than_a_batch_do_not_stop_the_others(
     assert flat(await drained(outbox, sessions, batch=batch)) == expected
 
 
-async def test_what_is_looked_around_is_remembered_although_the_floor_rises(
+async def test_the_floor_does_not_pass_what_a_claim_looked_around(
     outbox: Outbox, engine: AsyncEngine, sessions: Sessions
 ) -> None:
-    await emit(outbox, sessions, "x")
+    await emit(outbox, sessions, "before", key="k")
+    other = Outbox(MetaData())
+    held = await claim(other, sessions)
+    await emit(outbox, sessions, "x", key="k")
+    for number in range(5):  # places beyond x are seen while nobody has it locked
+        await emit(outbox, sessions, number)
+        assert payloads(await outbox.relay_once(sessions, RecordingPublisher())) == [number]
+    assert await other.ledger.settle(sessions, held)
     async with asyncio.timeout(10), locked(engine, "x"):
-        for number in range(8):
-            await emit(outbox, sessions, number)
-            batch = 1 if number % 2 else 10  # the smaller one must look around, the larger one need not
-            assert payloads(await outbox.relay_once(sessions, RecordingPublisher(), batch=batch)) == [number]
+        await emit(outbox, sessions, 5)
+        assert payloads(await outbox.relay_once(sessions, RecordingPublisher(), batch=1)) == [5]
     assert await drained(outbox, sessions) == [["x"]]
 
 
@@ -478,6 +483,20 @@ async def test_before_its_lease_has_ended_nobody_takes_over_a_dead_relays_batch(
     await emit(outbox, sessions, 1, 2)
     await claim(outbox, sessions, lease=timedelta(seconds=30))
     assert await drained(Outbox(MetaData()), sessions) == []
+
+
+async def test_a_dead_relay_beside_a_live_one_is_the_only_one_taken_over(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+) -> None:
+    await emit(outbox, sessions, "dead relay's", "live relay's")
+    await claim(outbox, sessions, limit=1)
+    await expire_claims(engine)
+    live = Outbox(MetaData())
+    async with locked(engine, "dead relay's"):  # it cannot be taken over by this claim already
+        made = await claim(live, sessions, limit=1)
+    assert await drained(outbox, sessions) == [["dead relay's"]]
+    assert await states(engine) == {"dead relay's": "published, tried 1", "live relay's": "open, claimed"}
+    assert await live.ledger.settle(sessions, made) is True
 
 
 async def test_a_dead_relays_batch_is_taken_over_one_by_one_each_with_one_try_counted(
