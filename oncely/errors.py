@@ -187,7 +187,7 @@ class TransactionEnded(OncelyError):
 
 
 class TablesMissing(OncelyError):
-    """The database does not have the table `name`: the migration that makes it has not run there."""
+    """The database lacks the table `name` or one that belongs to it: the migration has not run there."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -195,7 +195,8 @@ class TablesMissing(OncelyError):
 
     def __str__(self) -> str:
         return (
-            f"table {self.name!r} does not exist in this database; run your migrations (alembic upgrade head)"
+            f"table {self.name!r}, or one that belongs to it, does not exist in this database; "
+            "run your migrations (alembic upgrade head)"
         )
 
 

@@ -29,14 +29,14 @@ def parking(outbox: Outbox) -> Outbox:
 
 
 async def lag(outbox: Outbox, sessions: Sessions) -> float:
-    """As a number of whole seconds, since reading it takes a moment; its type is checked on the way."""
+    """To ten seconds, since making and reading it takes a moment; its type is checked on the way."""
     async with sessions() as session:
         exact = await outbox.lag_seconds(session)
         assert type(exact) is float
         assert exact >= 0.0
         stats = await outbox.stats(session)
     assert exact <= stats.lag_seconds <= exact + 5
-    return float(exact // 1)
+    return exact // 10 * 10
 
 
 async def age(engine: AsyncEngine, seconds: int, *payloads: str, column: str = "created_at") -> None:
