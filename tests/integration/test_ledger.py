@@ -359,6 +359,7 @@ async def test_a_place_taken_while_a_claim_reaps_is_not_passed_by(
     """The claim has its transaction id by then: a writer's that is newer may still be older in line."""
     await emit(outbox, sessions, "of a dead relay")
     await claim(Outbox(MetaData()), sessions)
+    assert await outbox.relay_once(sessions, RecordingPublisher()) == []  # the next turn is the fresh ones
     await expire_claims(engine)
     sql = (
         "INSERT INTO outbox (id, topic, payload) SELECT gen_random_uuid(), 't', %s"
