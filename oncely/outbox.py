@@ -186,7 +186,8 @@ class Outbox:
         """How long the first event in line has been due and unpublished, in seconds; 0.0 if none.
 
         Events that wait for their next try count; dead ones, and under "park" those behind them,
-        do not. An event with a delay counts from when it was due.
+        do not. An event with a delay counts from when it was due; once it has failed, that is not
+        known any more, and it counts from when it was emitted.
         """
         return await self._statistics.lag_seconds(await join(session, self.table))
 

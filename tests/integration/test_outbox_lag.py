@@ -125,6 +125,16 @@ async def test_a_delayed_event_counts_from_when_it_was_due(
     assert await lag(outbox, sessions) == 40
 
 
+async def test_a_delayed_event_that_has_failed_counts_from_when_it_was_emitted(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+) -> None:
+    """When it was due first is not kept: the lag is too high rather than too low."""
+    await emit(outbox, sessions, "delayed", delay=timedelta(microseconds=1))
+    await age(engine, 100, "delayed")
+    await fail(outbox, sessions, "delayed", delay=HOUR)
+    assert await lag(outbox, sessions) == 100
+
+
 async def test_a_time_in_the_future_is_no_negative_lag(
     outbox: Outbox, engine: AsyncEngine, sessions: Sessions
 ) -> None:
