@@ -25,13 +25,13 @@ from datetime import timedelta
 from typing import Any, Literal
 from uuid import UUID, uuid4
 
-from sqlalchemy import ARRAY, BigInteger, Boolean, Integer, Interval, Table, Text, Uuid
+from sqlalchemy import ARRAY, BigInteger, Boolean, Connection, Integer, Interval, Table, Text, Uuid
 
 from oncely.event import Event, decode_json
 from oncely.floor import Facts, Floor
 from oncely.reaper import Reaper
 from oncely.statement import Statement
-from oncely.transaction import Sessionmaker, alone, begin
+from oncely.transaction import Sessionmaker, alone, transact
 
 __all__ = ["Claim", "Failure", "Ledger", "OnDead"]
 
@@ -93,52 +93,49 @@ class Ledger:
             },
         )
         self._settle = Statement(_SETTLE, tables, {"token": Uuid})
-        self._settle_partly = Statement(
-            _SETTLE_PARTLY,
-            tables,
-            {
-                "token": Uuid,
-                "published": ARRAY(Uuid),
-                "failed": ARRAY(Uuid),
-                "errors": ARRAY(Text),
-                "delays": ARRAY(Interval),
-            },
-        )
-        self._give_back = Statement(_GIVE_BACK, tables, {"tokens": ARRAY(Uuid)})
-        self._release = Statement(_RELEASE, tables, {"token": Uuid})
-        self._marked = Statement(_MARKED, tables, {"ids": ARRAY(Uuid)})
+        ids, texts, intervals = ARRAY(Uuid), ARRAY(Text), ARRAY(Interval)
+        failed = {"failed": ids, "errors": texts, "delays": intervals}
+        self._settle_partly = Statement(_SETTLE_PARTLY, tables, {"token": Uuid, "published": ids, **failed})
+        self._release = Statement(_RELEASE, tables, {"tokens": ids})
+        self._marked = Statement(_MARKED, tables, {"ids": ids})
         self._renew = Statement(_RENEW, tables, {"token": Uuid, "lease": Interval})
 
     async def claim(self, sessionmaker: Sessionmaker, *, limit: int, lease: timedelta) -> Claim | None:
         """Take up to `limit` events for `lease`; None when nothing may be published now."""
-        begun = time.monotonic()
-        token = uuid4()
+        begun, token = time.monotonic(), uuid4()
         unanswered = list(self._unanswered)
         rows: Sequence[Any] = ()
+        keys_used: frozenset[str] = frozenset()
+        trust_position = True
         self._tried_first = not self._tried_first
+
+        def choose(connection: Connection) -> None:
+            nonlocal rows, keys_used, trust_position
+            expired, writes, _ = connection.execute(self._lock).one()
+            if expired:
+                self._reaper.reap(connection)
+            if unanswered:
+                connection.execute(self._release, {"tokens": unanswered})
+            self._floor = self._floor.fresh(begun)
+            keys_used = self._floor.detour_keys
+            parameters: dict[str, object] = {
+                "token": token,
+                "claimed_by": self._name,
+                "lease": lease,
+                "limit": limit,
+                "tried_first": self._tried_first,
+                **self._floor.parameters(),
+                **_NOTHING_LOCKED,
+            }
+            for _ in range(_MOST_LOOKS):
+                rows = connection.execute(self._choose, parameters).fetchall()
+                if len(rows) != 1:
+                    break
+                parameters |= decode_json(rows[0].topic)
+            trust_position = not (writes or expired or unanswered or parameters["locked_ids"])
+
         try:
-            async with begin(sessionmaker, self._events) as connection:
-                expired, writes, _ = (await connection.execute(self._lock)).one()
-                if expired:
-                    await self._reaper.reap(connection)
-                if unanswered:
-                    await connection.execute(self._give_back, {"tokens": unanswered})
-                self._floor = self._floor.fresh(begun)
-                keys_used = self._floor.detour_keys
-                parameters: dict[str, object] = {
-                    "token": token,
-                    "claimed_by": self._name,
-                    "lease": lease,
-                    "limit": limit,
-                    "tried_first": self._tried_first,
-                    **self._floor.parameters(),
-                    **_NOTHING_LOCKED,
-                }
-                for _ in range(_MOST_LOOKS):
-                    rows = (await connection.execute(self._choose, parameters)).fetchall()
-                    if len(rows) != 1:
-                        break
-                    parameters |= decode_json(rows[0].topic)
+            await transact(sessionmaker, self._events, choose)
         except BaseException:
             if rows:
                 self._unanswered.add(token)
@@ -148,9 +145,7 @@ class Ledger:
             return None
         facts, *found = rows
         self._floor = self._floor.after(
-            Facts(**decode_json(facts.topic)),
-            keys_used=keys_used,
-            trust_position=not (writes or expired or unanswered or parameters["locked_ids"]),
+            Facts(**decode_json(facts.topic)), keys_used=keys_used, trust_position=trust_position
         )
         # A tenth of the lease is kept for the settling, and for clocks that run at other speeds.
         return Claim(
@@ -188,7 +183,7 @@ class Ledger:
     async def release(self, sessionmaker: Sessionmaker, claim: Claim) -> bool:
         """Give the batch back as it was: nothing is marked or counted. False when it was lost."""
         async with alone(sessionmaker, self._events) as connection:
-            return bool((await connection.execute(self._release, {"token": claim.token})).scalar())
+            return bool((await connection.execute(self._release, {"tokens": [claim.token]})).scalar())
 
     async def marked(self, sessionmaker: Sessionmaker, ids: Sequence[UUID]) -> bool:
         """Whether all of these, and at least one, are published: for whoever saw no answer to a settling."""
@@ -389,12 +384,8 @@ failed AS (
 SELECT EXISTS (SELECT FROM ended)
 """
 
-_GIVE_BACK = """
-DELETE FROM {claims} WHERE token = ANY (:tokens)
-"""
-
 _RELEASE = """
-DELETE FROM {claims} WHERE token = :token RETURNING true
+DELETE FROM {claims} WHERE token = ANY (:tokens) RETURNING true
 """
 
 _MARKED = """

@@ -7,8 +7,7 @@ publishes it is found, takes no other with it, and is counted each time.
 
 from __future__ import annotations
 
-from sqlalchemy import Integer, Table
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, Integer, Table
 
 from oncely.statement import Statement
 
@@ -21,9 +20,9 @@ class Reaper:
     def __init__(self, events: Table, claims: Table) -> None:
         self._reap = Statement(_REAP, {"outbox": events, "claims": claims}, {"limit": Integer})
 
-    async def reap(self, connection: AsyncConnection) -> None:
+    def reap(self, connection: Connection) -> None:
         """End up to twenty of them; what is left is for the next time."""
-        await connection.execute(self._reap, {"limit": _REAPED_AT_ONCE})
+        connection.execute(self._reap, {"limit": _REAPED_AT_ONCE})
 
 
 _REAPED_AT_ONCE = 20

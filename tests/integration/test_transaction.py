@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from sqlalchemy import Column, Integer, MetaData, Table, insert, text
+from sqlalchemy import Column, Connection, Integer, MetaData, Table, insert, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import (
     AsyncEngine,
@@ -16,12 +16,12 @@ from sqlalchemy.ext.asyncio import (
     async_sessionmaker,
     create_async_engine,
 )
+from sqlalchemy.util import await_only
 
 from oncely.errors import NoTransaction, TablesMissing
 from oncely.statement import Statement
 from oncely.transaction import (
     alone,
-    begin,
     execute,
     is_passing,
     is_retryable,
@@ -29,6 +29,7 @@ from oncely.transaction import (
     join,
     owner_of,
     sqlstates,
+    transact,
 )
 from tests.database import Database
 from tests.outboxes import Sessions, rows, sent_sql
@@ -140,10 +141,11 @@ async def test_a_table_that_is_not_there_is_named(engine: AsyncEngine, sessions:
     async with sessions() as session:
         with pytest.raises(TablesMissing, match="missing_things"):
             await execute(session, things, an_insert(things), {"id": 1})
-    for opening in (begin, alone):
-        with pytest.raises(TablesMissing, match="missing_things"):
-            async with opening(sessions, things) as connection:
-                await connection.execute(an_insert(things), {"id": 1})
+    with pytest.raises(TablesMissing, match="missing_things"):
+        await transact(sessions, things, lambda connection: connection.execute(an_insert(things), {"id": 1}))
+    with pytest.raises(TablesMissing, match="missing_things"):
+        async with alone(sessions, things) as connection:
+            await connection.execute(an_insert(things), {"id": 1})
 
 
 # --- our own
@@ -155,23 +157,25 @@ async def test_a_transaction_of_our_own_is_read_committed_and_commits(
 ) -> None:
     options = {} if isolation is None else {"isolation_level": isolation}
     sessions = async_sessionmaker(engines(**options))
-    async with begin(sessions, things) as connection:
-        assert await connection.scalar(text("SHOW transaction_isolation")) == "read committed"
-        await connection.execute(insert(things).values(id=1))
-        assert await rows(engine, "SELECT id FROM things") == []
+
+    def work(connection: Connection) -> list[Any]:
+        assert connection.scalar(text("SHOW transaction_isolation")) == "read committed"
+        connection.execute(insert(things).values(id=1))
+        return await_only(rows(engine, "SELECT id FROM things"))
+
+    assert await transact(sessions, things, work) == []
     assert await rows(engine, "SELECT id FROM things") == [(1,)]
 
 
 async def test_an_error_in_a_transaction_of_our_own_rolls_it_back_and_goes_on(
     engine: AsyncEngine, sessions: Sessions, things: Table
 ) -> None:
-    async def work() -> None:
-        async with begin(sessions, things) as connection:
-            await connection.execute(insert(things).values(id=1))
-            raise ZeroDivisionError
+    def work(connection: Connection) -> None:
+        connection.execute(insert(things).values(id=1))
+        raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await work()
+        await transact(sessions, things, work)
     assert await rows(engine, "SELECT id FROM things") == []
 
 
@@ -194,9 +198,16 @@ async def test_a_connection_goes_back_to_the_pool_as_it_was(
 ) -> None:
     engine = engines(pool_size=1, max_overflow=0, isolation_level="SERIALIZABLE")
     sessions = async_sessionmaker(engine)
-    for opening in (begin, alone):
-        async with opening(sessions, things) as connection:
+
+    async def select_alone() -> None:
+        async with alone(sessions, things) as connection:
             await connection.execute(text("SELECT 1"))
+
+    async def select_in_a_transaction() -> None:
+        await transact(sessions, things, lambda connection: connection.execute(text("SELECT 1")))
+
+    for select in (select_alone, select_in_a_transaction):
+        await select()
         async with engine.connect() as connection:
             assert await connection.scalar(text("SHOW transaction_isolation")) == "serializable"
             await join(connection, things)
