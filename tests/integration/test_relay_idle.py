@@ -62,4 +62,4 @@ async def test_a_poll_is_one_transaction(
             return int(after - before)
 
     # Making the connections is in both. A vacuum may come by.
-    assert 40 <= await cost(60) - await cost(20) <= 42
+    assert 20 <= await cost(30) - await cost(10) <= 22
