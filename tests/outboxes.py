@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -13,16 +13,21 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, a
 
 from oncely import Event, NewEvent, Outbox
 from oncely.ledger import Claim, Failure
+from oncely.testing import RecordingPublisher
 
 __all__ = [
     "LEASE",
     "Gate",
+    "Refusing",
     "Sessions",
     "claim",
+    "claiming_is_held_up",
+    "drained",
     "emit",
     "execute",
     "expire_claims",
     "fail",
+    "flat",
     "locked",
     "payloads",
     "rows",
@@ -131,9 +136,42 @@ class Gate:
         self.entered = asyncio.Event()
         self.opened = asyncio.Event()
         self.events: list[Event] = []
-        self.on_enter: Callable[[], object] = lambda: None
 
     async def __call__(self, events: Sequence[Event]) -> None:
         self.entered.set()
         await self.opened.wait()
         self.events += events
+
+
+class Refusing:
+    """A publisher that raises what it is given, once for each, and then has the events."""
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.errors = list(errors)
+        self.events: list[Event] = []
+
+    async def __call__(self, events: Sequence[Event]) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+        self.events += events
+
+
+async def drained(outbox: Outbox, sessions: Sessions, *, batch: int = 100) -> list[list[Any]]:
+    """What one relay publishes, pass by pass, until two passes in a row find nothing."""
+    publish, empty = RecordingPublisher(), 0
+    while empty < 2:
+        empty = 0 if await outbox.relay_once(sessions, publish, batch=batch) else empty + 1
+    return [payloads(batch) for batch in publish.batches]
+
+
+def flat(batches: list[list[Any]]) -> list[Any]:
+    return [payload for batch in batches for payload in batch]
+
+
+@asynccontextmanager
+async def claiming_is_held_up(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
+    """As if another relay were claiming just now, for as long as the block lasts."""
+    async with engine.connect() as other:
+        lock = "SELECT pg_advisory_xact_lock(1869505381, 'outbox_claims'::regclass::oid::int4)"
+        await other.execute(text(lock))
+        yield other

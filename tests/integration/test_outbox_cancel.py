@@ -18,12 +18,9 @@ from oncely.testing import RecordingPublisher
 from tests.database import Database
 from tests.outboxes import Sessions, claim, emit, expire_claims, fail, payloads, sent_sql, states
 
+pytestmark = pytest.mark.in_schema
+
 HOUR = timedelta(hours=1)
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 async def cancel(outbox: Outbox, sessions: Sessions, event_id: UUID) -> bool:
@@ -38,6 +35,7 @@ async def test_an_event_that_waits_is_cancelled(
     sessions: Sessions,
     publish: RecordingPublisher,
     delay: timedelta | None,
+    driver: str,
 ) -> None:
     [event_id] = await emit(outbox, sessions, 1, delay=delay)
     assert await cancel(outbox, sessions, event_id) is True
@@ -107,7 +105,7 @@ async def test_what_does_not_wait_any_more_is_not_cancelled(
 
 
 async def test_an_event_that_another_transaction_has_is_not_waited_for(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     [event_id] = await emit(outbox, sessions, 1)
     async with asyncio.timeout(10), sessions() as first:
@@ -126,7 +124,7 @@ async def test_an_event_that_was_given_back_can_be_cancelled(outbox: Outbox, ses
 
 
 async def test_a_cancel_that_loses_the_race_keeps_no_lock_and_the_transaction_goes_on(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, database: Database
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, database: Database, driver: str
 ) -> None:
     """A relay claims the event after the first look and before the lock, which must then be let go."""
     [event_id] = await emit(outbox, sessions, 1)
@@ -153,7 +151,7 @@ async def test_a_cancel_that_loses_the_race_keeps_no_lock_and_the_transaction_go
 
 
 async def test_in_a_race_with_relays_it_never_lies(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     left: list[Any] = []
     answers: dict[int, bool] = {}
@@ -208,6 +206,7 @@ async def test_above_read_committed_it_refuses_and_changes_nothing(
     engines: Callable[..., AsyncEngine],
     sessions: Sessions,
     isolation: str,
+    driver: str,
 ) -> None:
     [event_id] = await emit(outbox, sessions, 1)
     async with async_sessionmaker(engines(isolation_level=isolation))() as session:
@@ -220,7 +219,7 @@ async def test_above_read_committed_it_refuses_and_changes_nothing(
 
 
 async def test_in_autocommit_it_refuses_before_any_sql(
-    outbox: Outbox, engine: AsyncEngine, engines: Callable[..., AsyncEngine], sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, engines: Callable[..., AsyncEngine], sessions: Sessions, driver: str
 ) -> None:
     [event_id] = await emit(outbox, sessions, 1)
     autocommit = engines(isolation_level="AUTOCOMMIT")

@@ -16,15 +16,11 @@ from oncely import Event, Outbox
 from oncely.ledger import Failure
 from oncely.outbox import DeadEvent
 from oncely.testing import RecordingPublisher
-from tests.database import Database
 from tests.outboxes import Sessions, claim, emit, execute, fail, locked, payloads, rows, sent_sql, states
 
+pytestmark = pytest.mark.in_schema
+
 HOUR = timedelta(hours=1)
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 @pytest.fixture
@@ -106,7 +102,6 @@ CHOICES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("which", "chosen"), CHOICES, ids=str)
-@pytest.mark.parametrize("driver", ["asyncpg"], indirect=True)
 async def test_the_same_choice_lists_replays_and_discards_the_same_events(
     outbox: Outbox, engine: AsyncEngine, sessions: Sessions, which: dict[str, Any], chosen: str
 ) -> None:
@@ -125,7 +120,7 @@ async def test_the_same_choice_lists_replays_and_discards_the_same_events(
 
 
 async def test_every_choice_works_on_either_driver(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     ids = await six(outbox, engine, sessions)
     which: dict[str, Any] = {"topic": "a", "error": "Reject", "since": at(0), "until": at(9), "limit": 5}
@@ -135,7 +130,9 @@ async def test_every_choice_works_on_either_driver(
     assert await dead(outbox, sessions) == ["d0", "d2", "d5"]
 
 
-async def test_ids_choose_dead_events_only(outbox: Outbox, engine: AsyncEngine, sessions: Sessions) -> None:
+async def test_ids_choose_dead_events_only(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
+) -> None:
     ids = await six(outbox, engine, sessions)
     [alive] = await emit(outbox, sessions, "alive")
     before = await states(engine)
@@ -148,7 +145,7 @@ async def test_ids_choose_dead_events_only(outbox: Outbox, engine: AsyncEngine, 
 
 
 async def test_a_dead_event_is_seen_with_all_that_is_known_of_it(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     [event_id] = await emit(outbox, sessions, {"n": 1}, topic="order.paid", key="c-1")
     for tries in range(2):
@@ -187,7 +184,6 @@ async def test_the_list_is_a_hundred_long_unless_asked(outbox: Outbox, sessions:
         ({"limit": 0}, "limit must be 1 or more, not 0"),
     ],
 )
-@pytest.mark.parametrize("driver", ["asyncpg"], indirect=True)
 async def test_a_choice_that_makes_no_sense_is_refused_before_any_sql(
     outbox: Outbox, engine: AsyncEngine, sessions: Sessions, which: dict[str, Any], message: str
 ) -> None:
@@ -204,7 +200,7 @@ async def test_a_choice_that_makes_no_sense_is_refused_before_any_sql(
 
 
 async def test_a_replayed_event_has_its_id_and_place_and_counts_one_try(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, publish: RecordingPublisher
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, publish: RecordingPublisher, driver: str
 ) -> None:
     [first, second] = await die(outbox, sessions, "a1", "a2", key="a")
     await emit(outbox, sessions, "a3", key="a")

@@ -21,14 +21,11 @@ from tests.database import Database
 from tests.outboxes import Sessions, emit, execute, fail, rows, sent_sql, states
 from tests.waiting import backend_waits
 
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
+pytestmark = pytest.mark.in_schema
 
 
 async def test_a_second_emit_returns_the_first_id_and_writes_nothing(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     async with sessions.begin() as session:
         first = await outbox.emit(session, "t", {"n": 1}, key="k", dedup_key="d")
@@ -67,7 +64,7 @@ async def test_headers_delay_and_the_order_of_names_do_not_count(outbox: Outbox,
     ("key", "payload"), [("other", 1), (None, 1), ("k", 2), ("k", "1"), ("k", None), ("k", [1])]
 )
 async def test_another_key_or_payload_is_refused_and_names_the_first(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, key: str | None, payload: object
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, key: str | None, payload: object, driver: str
 ) -> None:
     [first] = await emit(outbox, sessions, 1, key="k", dedup_key="d")
     async with sessions() as session:
@@ -93,7 +90,7 @@ async def test_the_first_may_have_had_no_key(outbox: Outbox, sessions: Sessions)
 
 
 async def test_a_batch_may_repeat_itself_and_ids_keep_their_order(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     [old] = await emit(outbox, sessions, "old", dedup_key="old")
     async with sessions.begin() as session:
@@ -117,7 +114,7 @@ async def test_a_batch_may_repeat_itself_and_ids_keep_their_order(
 
 
 async def test_of_a_batch_that_is_refused_nothing_is_written(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     await emit(outbox, sessions, "old", dedup_key="old")
     async with sessions() as session:
@@ -163,7 +160,7 @@ async def waiting_emit(
 
 
 async def test_beside_an_open_first_emit_it_waits_and_returns_the_first_id(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     async with sessions() as session:
         first = await outbox.emit(session, "t", 1, dedup_key="d")
@@ -173,7 +170,7 @@ async def test_beside_an_open_first_emit_it_waits_and_returns_the_first_id(
 
 
 async def test_when_the_open_first_emit_is_rolled_back_the_waiting_one_writes(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     async with sessions() as session:
         first = await outbox.emit(session, "t", 1, dedup_key="d")
@@ -223,7 +220,7 @@ async def test_when_the_first_is_deleted_meanwhile_it_writes_after_all(
 
 
 async def test_a_deadlock_passes_through_as_it_is(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     async def emit_both(first: str, second: str, met: asyncio.Barrier) -> list[UUID]:
         async with sessions.begin() as session:
@@ -254,7 +251,7 @@ async def test_above_read_committed_what_was_there_before_is_found(
 
 @pytest.mark.parametrize("isolation", ["REPEATABLE READ", "SERIALIZABLE"])
 async def test_above_read_committed_what_came_meanwhile_is_a_serialization_failure(
-    outbox: Outbox, engines: Callable[..., AsyncEngine], sessions: Sessions, isolation: str
+    outbox: Outbox, engines: Callable[..., AsyncEngine], sessions: Sessions, isolation: str, driver: str
 ) -> None:
     above = async_sessionmaker(engines(isolation_level=isolation))
     async with above() as session:

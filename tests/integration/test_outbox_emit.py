@@ -20,15 +20,11 @@ from sqlalchemy.ext.asyncio import (
 
 from oncely import NewEvent, NoTransaction, Outbox
 from oncely.testing import RecordingPublisher
-from tests.database import Database
 from tests.outboxes import Sessions, emit, payloads, rows, sent_sql, states
 
+pytestmark = pytest.mark.in_schema
+
 CALLERS = ("session", "scoped session", "connection")
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 @asynccontextmanager
@@ -53,7 +49,7 @@ async def caller(request: pytest.FixtureRequest, engine: AsyncEngine) -> AsyncIt
 
 
 async def test_it_is_committed_with_the_callers_transaction(
-    outbox: Outbox, engine: AsyncEngine, caller: Any
+    outbox: Outbox, engine: AsyncEngine, caller: Any, driver: str
 ) -> None:
     event_id = await outbox.emit(caller, "order.created", {"n": 1})
     assert await rows(engine, "SELECT id FROM outbox") == []
@@ -64,7 +60,7 @@ async def test_it_is_committed_with_the_callers_transaction(
 
 
 async def test_it_is_rolled_back_with_the_callers_transaction(
-    outbox: Outbox, engine: AsyncEngine, caller: Any
+    outbox: Outbox, engine: AsyncEngine, caller: Any, driver: str
 ) -> None:
     await outbox.emit(caller, "t", 1)
     await outbox.emit_many(caller, [NewEvent("t", 2), NewEvent("t", 3, dedup_key="d")])
@@ -101,7 +97,7 @@ async def test_it_neither_begins_nor_ends_a_transaction_of_its_own(
 
 @pytest.mark.parametrize("begun", ["not", "by a read", "by begin", "by begin_nested"])
 async def test_it_joins_the_transaction_whatever_began_it(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, begun: str
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, begun: str, driver: str
 ) -> None:
     async with sessions() as session:
         if begun == "by a read":
@@ -136,7 +132,7 @@ async def test_it_is_in_the_database_with_the_callers_own_writes_or_neither_is(
 
 
 async def test_a_two_phase_session_commits_it(
-    outbox: Outbox, engine: AsyncEngine, publish: RecordingPublisher
+    outbox: Outbox, engine: AsyncEngine, publish: RecordingPublisher, driver: str
 ) -> None:
     async with AsyncSession(engine, twophase=True) as session:
         await outbox.emit(session, "t", 1)
@@ -160,7 +156,9 @@ async def test_a_session_of_several_engines_uses_the_one_of_the_outbox(
 
 
 @pytest.mark.parametrize("on", ["engine", "connection"])
-async def test_autocommit_is_refused_before_any_sql(outbox: Outbox, engine: AsyncEngine, on: str) -> None:
+async def test_autocommit_is_refused_before_any_sql(
+    outbox: Outbox, engine: AsyncEngine, on: str, driver: str
+) -> None:
     option = {"isolation_level": "AUTOCOMMIT"}
     with sent_sql(engine) as sent:
         for kind in CALLERS:
@@ -193,7 +191,9 @@ async def test_one_event_is_one_statement(outbox: Outbox, engine: AsyncEngine, s
         await session.commit()
 
 
-async def test_many_events_are_one_statement(outbox: Outbox, engine: AsyncEngine, sessions: Sessions) -> None:
+async def test_many_events_are_one_statement(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
+) -> None:
     async with sessions() as session:
         with sent_sql(engine) as sent:
             await outbox.emit_many(session, (NewEvent("t", n, key="k") for n in range(1_000)))
@@ -225,7 +225,7 @@ async def test_no_events_are_no_statement(outbox: Outbox, engine: AsyncEngine) -
 
 
 async def test_ids_and_places_are_in_the_order_given(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     async with sessions.begin() as session:
         first = await outbox.emit(session, "t", -1)
@@ -238,7 +238,9 @@ async def test_ids_and_places_are_in_the_order_given(
     assert written == list(zip([first, *ids, *unique, last], range(-1, 601), strict=True))
 
 
-async def test_every_field_arrives(outbox: Outbox, sessions: Sessions, publish: RecordingPublisher) -> None:
+async def test_every_field_arrives(
+    outbox: Outbox, sessions: Sessions, publish: RecordingPublisher, driver: str
+) -> None:
     async with sessions.begin() as session:
         started = await session.scalar(text("SELECT now()"))
         one = await outbox.emit(
@@ -256,7 +258,7 @@ async def test_every_field_arrives(outbox: Outbox, sessions: Sessions, publish: 
 
 
 async def test_an_empty_payload_is_json_null_and_missing_headers_are_sql_null(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     await emit(outbox, sessions, None)
     async with sessions.begin() as session:
@@ -275,7 +277,7 @@ class OldTopic(str, Enum):  # noqa: UP042  StrEnum's older form
 
 @pytest.mark.parametrize("topic", [Topic.PAID, OldTopic.PAID])
 async def test_an_enum_of_strings_may_name_topics_and_keys(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, topic: str
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, topic: str, driver: str
 ) -> None:
     async with sessions.begin() as session:
         await outbox.emit(session, topic, 1, key=topic, headers={topic: topic})
@@ -289,7 +291,7 @@ async def test_an_enum_of_strings_may_name_topics_and_keys(
 
 
 async def test_a_delay_counts_from_the_emit_and_not_from_the_transactions_begin(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     hour = timedelta(hours=1)
     async with sessions.begin() as session:

@@ -12,15 +12,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely import Outbox
 from oncely.testing import RecordingPublisher
-from tests.database import Database
 from tests.outboxes import Sessions, claim, emit, execute, expire_claims, fail
 
+pytestmark = pytest.mark.in_schema
+
 HOUR = timedelta(hours=1)
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 @pytest.fixture
@@ -50,14 +46,14 @@ async def age(engine: AsyncEngine, seconds: int, *payloads: str, column: str = "
     )
 
 
-async def test_an_empty_outbox_has_none(outbox: Outbox, sessions: Sessions) -> None:
+async def test_an_empty_outbox_has_none(outbox: Outbox, sessions: Sessions, driver: str) -> None:
     async with sessions() as session:
         assert await outbox.lag_seconds(session) == 0.0
     assert await lag(outbox, sessions) == 0.0
 
 
 async def test_it_is_the_age_of_the_first_event_in_line(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, publish: RecordingPublisher
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, publish: RecordingPublisher, driver: str
 ) -> None:
     await emit(outbox, sessions, "first", "second")
     await age(engine, 100, "first")
@@ -91,7 +87,7 @@ async def test_a_dead_event_does_not_pin_it(outbox: Outbox, engine: AsyncEngine,
 
 
 async def test_under_park_what_waits_behind_a_dead_event_does_not_count(
-    parking: Outbox, engine: AsyncEngine, sessions: Sessions
+    parking: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     await emit(parking, sessions, "dead", "parked", key="k")
     await age(engine, 10_000, "dead", "parked")

@@ -11,8 +11,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import InvalidKey, NewEvent, Outbox
 from oncely.testing import RecordingPublisher
-from tests.database import Database
 from tests.outboxes import Sessions, emit, rows, sent_sql, states
+
+pytestmark = pytest.mark.in_schema
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"topic": ""}, InvalidKey, "topic is empty"),
@@ -41,12 +42,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
-
-
-@pytest.mark.parametrize("driver", ["asyncpg"], indirect=True)
 async def test_it_is_refused_before_any_sql_and_the_session_goes_on(
     outbox: Outbox, engine: AsyncEngine, sessions: Sessions
 ) -> None:
@@ -73,7 +68,7 @@ async def test_it_is_refused_before_any_sql_and_the_session_goes_on(
 
 
 async def test_the_longest_of_everything_is_accepted(
-    outbox: Outbox, sessions: Sessions, publish: RecordingPublisher
+    outbox: Outbox, sessions: Sessions, publish: RecordingPublisher, driver: str
 ) -> None:
     longest = "\U0001f600" * 250
     fields: Any = {

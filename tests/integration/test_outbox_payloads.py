@@ -20,13 +20,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 from oncely import NewEvent, Outbox
 from oncely.event import encode_json
 from oncely.testing import EmbeddedPostgres, RecordingPublisher
-from tests.database import Database
 from tests.outboxes import Sessions, emit, execute, payloads, rows
 
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
+pytestmark = pytest.mark.in_schema
 
 
 texts = st.text(st.characters(), max_size=20)
@@ -100,7 +96,7 @@ class Order:
 
 
 async def test_every_type_goes_through_emit_and_out_again(
-    outbox: Outbox, sessions: Sessions, publish: RecordingPublisher
+    outbox: Outbox, sessions: Sessions, publish: RecordingPublisher, driver: str
 ) -> None:
     order_id, paid_at = UUID(int=7), datetime(2026, 3, 1, tzinfo=UTC)
     order = Order(order_id, Decimal("99.90"), paid_at)
@@ -118,7 +114,7 @@ async def test_every_type_goes_through_emit_and_out_again(
 
 
 async def test_five_megabytes_go_through(
-    outbox: Outbox, sessions: Sessions, publish: RecordingPublisher
+    outbox: Outbox, sessions: Sessions, publish: RecordingPublisher, driver: str
 ) -> None:
     large = {"lines": [f"{n:x}" * 50 for n in range(10**9, 10**9 + 12_500)]}
     assert len(json.dumps(large)) > 5_000_000
@@ -144,6 +140,7 @@ async def test_the_engines_own_serializer_has_no_say(
     engine: AsyncEngine,
     publish: RecordingPublisher,
     serializer: str,
+    driver: str,
 ) -> None:
     odd = engines(json_serializer=SERIALIZERS[serializer], json_deserializer=SERIALIZERS["broken"])
     sessions = async_sessionmaker(odd)
@@ -192,7 +189,7 @@ async def test_rows_that_somebody_has_spoilt_do_not_stop_their_neighbours(
 
 
 async def test_a_payload_is_not_text_that_sql_could_read(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, publish: RecordingPublisher
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, publish: RecordingPublisher, driver: str
 ) -> None:
     sly = "'); DROP TABLE outbox; -- :topic %s %(id)s {outbox} \\"
     async with sessions.begin() as session:

@@ -12,15 +12,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import Outbox
 from oncely.testing import RecordingPublisher
-from tests.database import Database
 from tests.outboxes import Sessions, claim, emit, execute, fail, locked, rows, sent_sql, states
 
+pytestmark = pytest.mark.in_schema
+
 HOUR = timedelta(hours=1)
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 async def published(
@@ -53,7 +49,7 @@ async def count(engine: AsyncEngine) -> int:
 
 
 async def test_only_what_was_published_before_goes(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     await published(outbox, engine, sessions, "old 1", "old 2", ago=timedelta(days=8))
     await published(outbox, engine, sessions, "young", ago=timedelta(days=6))
@@ -64,7 +60,7 @@ async def test_only_what_was_published_before_goes(
 
 
 async def test_it_never_touches_what_is_not_published(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, publish: RecordingPublisher
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, publish: RecordingPublisher, driver: str
 ) -> None:
     await emit(outbox, sessions, "failed", "dead")
     await fail(outbox, sessions, "failed", delay=HOUR)
@@ -97,7 +93,7 @@ async def test_what_counts_is_when_it_was_published_and_not_when_it_was_emitted(
 
 @pytest.mark.parametrize("zone", [UTC, timezone(timedelta(hours=9)), timezone(timedelta(hours=-11))])
 async def test_the_cutoff_may_be_a_time_in_any_zone(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, zone: timezone
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, zone: timezone, driver: str
 ) -> None:
     await published(outbox, engine, sessions, "old", ago=HOUR)
     now = datetime.now(zone)
@@ -127,7 +123,7 @@ async def test_a_cutoff_or_limit_that_makes_no_sense_is_refused_before_any_sql(
     "older_than", [timedelta.max, timedelta(days=10**6), datetime(1, 1, 2, tzinfo=UTC)], ids=str
 )
 async def test_nothing_is_older_than_everything(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, older_than: Any
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, older_than: Any, driver: str
 ) -> None:
     await published(outbox, engine, sessions, "old", ago=timedelta(days=20_000))
     assert await prune(outbox, sessions, older_than=older_than) == 0
@@ -146,7 +142,7 @@ async def test_the_limit_is_kept_and_the_oldest_go_first(
 
 
 async def test_one_statement_deletes_at_most_a_thousand(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     await published(outbox, engine, sessions, *range(2_300), ago=timedelta(hours=2))
     with sent_sql(engine) as sent:
@@ -173,7 +169,7 @@ async def test_each_batch_begins_where_the_one_before_ended(
 
 
 async def test_a_row_that_somebody_has_locked_is_passed_over(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, driver: str
 ) -> None:
     await published(outbox, engine, sessions, "a", "locked", "c", ago=timedelta(hours=2))
     async with locked(engine, "locked"), sessions.begin() as session:
