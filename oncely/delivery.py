@@ -167,7 +167,8 @@ class Courier:
     async def _send(self, events: Sequence[Event]) -> None:
         try:
             async with asyncio.timeout(self._publish_timeout.total_seconds()):
-                await self._publish(events)
+                # A task of its own: a publisher that cancels its task (a leaked timeout) ends only that.
+                await asyncio.ensure_future(self._publish(events))
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
