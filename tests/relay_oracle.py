@@ -40,15 +40,17 @@ class Killed(BaseException):
 class RelaySimulation(Simulation):
     """One run: `await RelaySimulation(engine, seed=…).run()`. The tables must be there and empty.
 
-    After it, `wrongly_dead` are the events that died although they would not have failed for ever.
+    After it, `wrongly_dead` are the events that died although they would not have failed for ever,
+    each with its last error.
     """
 
     away_until: float = 0.0
     doomed: set[int] = field(default_factory=set)
+    last_errors: dict[int, str] = field(default_factory=dict)
 
     @property
-    def wrongly_dead(self) -> list[int]:
-        return sorted(self.dead - self.doomed)
+    def wrongly_dead(self) -> dict[int, str]:
+        return {number: self.last_errors[number] for number in sorted(self.dead - self.doomed)}
 
     async def relay(self) -> None:
         while not self.stopped.is_set():
@@ -62,8 +64,9 @@ class RelaySimulation(Simulation):
         self.doomed |= self.fails_for_ever
         table = self.outbox.table
         async with self.engine.connect() as connection:
-            found = await connection.scalars(select(table.c.payload).where(table.c.dead_at.is_not(None)))
-            self.dead |= set(found)
+            dead = select(table.c.payload, table.c.last_error).where(table.c.dead_at.is_not(None))
+            self.last_errors |= {row.payload: row.last_error for row in await connection.execute(dead)}
+        self.dead |= self.last_errors.keys()
 
 
 class _Life:
@@ -147,6 +150,8 @@ class _LedgerOf:
     async def claim(self, *arguments: Any, **settings: Any) -> Claim | None:
         claim = await self.ledger.claim(*arguments, **settings)
         self.life.world.counts["claims"] += 1 if claim else 0
+        # A freeze belongs to one claim: a relay that stalled past every lease would let innocents die.
+        self.life.frozen.clear()
         if claim is not None and self.life.world.random.random() < 0.04:
             # Frozen together with its clock, the relay does not know that its time is over.
             self.life.frozen.set()

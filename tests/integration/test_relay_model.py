@@ -30,4 +30,4 @@ async def test_nothing_is_lost_and_each_key_stays_in_order(
     simulation = RelaySimulation(engine, seed=seed, on_dead=on_dead, transactions=40)
     verdict = await simulation.run()
     assert verdict.wrong == {}, f"seed {seed}: {dict(verdict.counts)}"
-    assert simulation.wrongly_dead == [], f"seed {seed}: {dict(verdict.counts)}"
+    assert simulation.wrongly_dead == {}, f"seed {seed}: {dict(verdict.counts)}"
