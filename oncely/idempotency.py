@@ -29,7 +29,7 @@ from oncely.claim import NAME, Claim, check_ttl
 from oncely.errors import InvalidKey, KeyInFlight, Refused
 from oncely.event import check_key
 from oncely.gate import Gate, Miss, Request, fingerprint
-from oncely.retention import CUTOFF, cutoff_parameters, delete_in_batches
+from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
 from oncely.tables import idempotency_table
 from oncely.transaction import Caller, is_retryable, join, owner_of
@@ -67,7 +67,9 @@ class IdempotencyKeys:
         self._get = Statement(_GET, tables, {**NAME})
         self._forget_key = Statement(_FORGET + " AND key = :key", tables, {**NAME})
         self._forget_scope = Statement(_FORGET, tables, {"scope": Text})
-        self._prune = Statement(_PRUNE, tables, {**CUTOFF, "limit": Integer})
+        self._prune = Statement(
+            _PRUNE.replace("/* cutoff */", CUTOFF_TIME), tables, {**CUTOFF, "limit": Integer}
+        )
 
     async def run(
         self,
@@ -240,7 +242,7 @@ WITH expired AS MATERIALIZED (
 ), old AS MATERIALIZED (
     SELECT ctid AS place FROM {keys}
     WHERE expires_at IS NULL
-      AND created_at < coalesce(CAST(:cutoff AS timestamptz), statement_timestamp() - CAST(:age AS interval))
+      AND created_at < /* cutoff */
     ORDER BY created_at LIMIT :limit - (SELECT count(*) FROM expired)
     FOR UPDATE SKIP LOCKED
 )

@@ -19,7 +19,7 @@ from sqlalchemy.orm import Session
 
 from oncely.errors import InvalidKey, TransactionEnded
 from oncely.event import Event, Handler, check_key
-from oncely.retention import CUTOFF, cutoff_parameters, delete_in_batches
+from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
 from oncely.tables import inbox_table
 from oncely.transaction import Caller, Sessionmaker, execute, join, owner_of
@@ -40,7 +40,9 @@ class Inbox:
         self.table = inbox_table(metadata, table_name, schema)
         tables = {"inbox": self.table}
         self._insert = Statement(_INSERT, tables, {"consumer": Text, "event_id": Uuid})
-        self._prune = Statement(_PRUNE, tables, CUTOFF | {"limit": Integer})
+        self._prune = Statement(
+            _PRUNE.replace("/* cutoff */", CUTOFF_TIME), tables, CUTOFF | {"limit": Integer}
+        )
 
     async def run(
         self,
@@ -157,7 +159,7 @@ _PRUNE = """
 DELETE FROM {inbox}
 WHERE ctid = ANY (ARRAY(
     SELECT ctid FROM {inbox}
-    WHERE handled_at < coalesce(:cutoff, statement_timestamp() - CAST(:age AS interval))
+    WHERE handled_at < /* cutoff */
     ORDER BY handled_at LIMIT :limit
     FOR UPDATE SKIP LOCKED))
 """

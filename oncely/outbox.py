@@ -24,7 +24,7 @@ from oncely.errors import CancelUnsafe, ClaimLost, PublishFailed
 from oncely.event import Event, NewEvent, Publisher, uuid7
 from oncely.ledger import Claim, Ledger, OnDead
 from oncely.loop import complete
-from oncely.retention import CUTOFF, cutoff_parameters, delete_in_batches
+from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
 from oncely.stats import OutboxStats, Statistics
 from oncely.tables import outbox_tables
@@ -72,7 +72,9 @@ class Outbox:
         self._claimed = Statement(_CLAIMED, tables, {"id": Uuid})
         self._lock_event = Statement(_LOCK_EVENT, tables, {"id": Uuid})
         self._delete_event = Statement(_DELETE_EVENT, tables, {"id": Uuid})
-        self._prune = Statement(_PRUNE, tables, CUTOFF | {"after": Uuid, "limit": Integer})
+        self._prune = Statement(
+            _PRUNE.replace("/* cutoff */", CUTOFF_TIME), tables, CUTOFF | {"after": Uuid, "limit": Integer}
+        )
 
     async def emit(
         self,
@@ -314,7 +316,7 @@ RETURNING id
 # stops an hour past the cutoff (application clocks differ) instead of reading the whole table.
 _PRUNE = """
 WITH bounds AS MATERIALIZED (
-    SELECT coalesce(:cutoff, statement_timestamp() - CAST(:age AS interval)) AS cutoff
+    SELECT /* cutoff */ AS cutoff
 ),
 ceiling AS MATERIALIZED (
     SELECT rpad(lpad(to_hex(milliseconds::bigint), 12, '0'), 32, '0')::uuid AS id

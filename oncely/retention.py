@@ -21,7 +21,7 @@ from oncely.backoff import Backoff
 from oncely.loop import run_loop
 from oncely.transaction import Sessionmaker, is_passing
 
-__all__ = ["CUTOFF", "Prunable", "Retention", "cutoff_parameters", "delete_in_batches"]
+__all__ = ["CUTOFF", "CUTOFF_TIME", "Prunable", "Retention", "cutoff_parameters", "delete_in_batches"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,10 +34,12 @@ CUTOFF: dict[str, TypeEngine[Any] | type[TypeEngine[Any]]] = {
     "cutoff": DateTime(timezone=True),
     "age": Interval,
 }
-"""The parameters of a statement that says
-`coalesce(:cutoff, statement_timestamp() - CAST(:age AS interval))`.
+"""The parameters of a statement that says CUTOFF_TIME."""
 
-The cast is for psycopg, which sends a missing age without a type: it would be taken for a timestamp.
+CUTOFF_TIME = "coalesce(CAST(:cutoff AS timestamptz), statement_timestamp() - CAST(:age AS interval))"
+"""The time before which rows are old, in the place of `/* cutoff */` in a statement.
+
+The casts are for psycopg, which sends what is missing without a type: an age would be taken for a time.
 """
 
 
