@@ -1,8 +1,8 @@
-"""An outbox with its tables made; the oldest Redis that is supported, beside the session's Valkey."""
+"""An outbox and webhooks with their tables made, an endpoint for them; the oldest Redis that is supported."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from sqlalchemy import MetaData
@@ -10,7 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import Outbox
 from oncely.testing import RecordingPublisher
+from oncely.webhooks import Webhooks
 from tests.streams import EmbeddedRedis
+from tests.webhooks import Endpoint, endpoint, make_webhooks
 
 
 @pytest.fixture
@@ -25,6 +27,17 @@ async def outbox(engine: AsyncEngine, metadata: MetaData) -> Outbox:
 @pytest.fixture
 def publish() -> RecordingPublisher:
     return RecordingPublisher()
+
+
+@pytest.fixture
+async def webhooks(engine: AsyncEngine) -> Webhooks:
+    return await make_webhooks(engine)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Endpoint]:
+    async with endpoint() as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -48,11 +48,6 @@ def database(schema: Database) -> Database:
     return schema
 
 
-@pytest.fixture
-async def webhooks(engine: AsyncEngine) -> Webhooks:
-    return await make_webhooks(engine)
-
-
 @both_drivers
 async def test_it_is_there_when_the_caller_commits_and_only_then(
     webhooks: Webhooks, sessions: Sessions, engine: AsyncEngine

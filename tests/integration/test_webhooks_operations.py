@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from datetime import timedelta
 from uuid import UUID
 
@@ -20,10 +20,8 @@ from tests.webhooks import (
     Answer,
     Endpoint,
     Sessions,
-    endpoint,
     enqueue,
     execute,
-    make_webhooks,
     pass_time,
     row_of,
     rows,
@@ -46,17 +44,6 @@ def driver() -> str:
 @pytest.fixture
 def database(schema: Database) -> Database:
     return schema
-
-
-@pytest.fixture
-async def webhooks(engine: AsyncEngine) -> Webhooks:
-    return await make_webhooks(engine)
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Endpoint]:
-    async with endpoint() as server:
-        yield server
 
 
 async def put(

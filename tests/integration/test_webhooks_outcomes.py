@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +30,6 @@ from tests.webhooks import (
     endpoint,
     enqueue,
     execute,
-    make_webhooks,
     pass_time,
     row_of,
     rows,
@@ -57,17 +56,6 @@ def driver() -> str:
 @pytest.fixture
 def database(schema: Database) -> Database:
     return schema
-
-
-@pytest.fixture
-async def webhooks(engine: AsyncEngine) -> Webhooks:
-    return await make_webhooks(engine)
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Endpoint]:
-    async with endpoint() as server:
-        yield server
 
 
 async def delay_of(engine: AsyncEngine) -> timedelta:

@@ -7,7 +7,7 @@ import gzip
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
@@ -43,12 +43,6 @@ class Attempt:
 
     def answered(self, reply: Reply) -> None:
         self.reply = reply
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Endpoint]:
-    async with endpoint() as server:
-        yield server
 
 
 async def post(sender: WebhookSender, url: str, body: bytes = b"{}", attempt: Attempt | None = None) -> Reply:

@@ -37,10 +37,8 @@ from tests.webhooks import (
     Endpoint,
     Received,
     Sessions,
-    endpoint,
     enqueue,
     execute,
-    make_webhooks,
     pass_time,
     row_of,
     rows,
@@ -64,17 +62,6 @@ def driver() -> str:
 @pytest.fixture
 def database(schema: Database) -> Database:
     return schema
-
-
-@pytest.fixture
-async def webhooks(engine: AsyncEngine) -> Webhooks:
-    return await make_webhooks(engine)
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Endpoint]:
-    async with endpoint() as server:
-        yield server
 
 
 async def claim(
