@@ -6,9 +6,8 @@ get its id; without the route class a dependency opens the session, and the endp
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI
@@ -20,7 +19,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from oncely.fastapi import IdempotentSession, idempotent_route
 from oncely.idempotency import IdempotencyKeys
-from tests.benchmarks.ratio import Ratio, Servers, compare
+from tests.benchmarks.ratio import Ratio, Servers, at_once, compare
 
 CALLERS = 10
 REQUESTS = 30
@@ -77,15 +76,15 @@ async def measure(servers: Servers) -> list[Ratio]:
             return [
                 await compare(
                     "FastAPI: first request / plain route",
-                    ours=lambda: _by_ten(first),
-                    bare=lambda: _by_ten(without),
+                    ours=lambda: at_once(first, CALLERS, REQUESTS),
+                    bare=lambda: at_once(without, CALLERS, REQUESTS),
                     limit=0.40,
                     rounds=ROUNDS,
                 ),
                 await compare(
                     "FastAPI: replay / plain route",
-                    ours=lambda: _by_ten(replay),
-                    bare=lambda: _by_ten(without),
+                    ours=lambda: at_once(replay, CALLERS, REQUESTS),
+                    bare=lambda: at_once(without, CALLERS, REQUESTS),
                     limit=0.90,
                     rounds=ROUNDS,
                 ),
@@ -130,12 +129,3 @@ async def _place(order: NewOrder, session: AsyncSession) -> Placed:
     session.add(placed)
     await session.flush()
     return Placed(id=placed.id)
-
-
-async def _by_ten(request: Callable[[], Awaitable[None]]) -> int:
-    async def caller() -> None:
-        for _ in range(REQUESTS):
-            await request()
-
-    await asyncio.gather(*(caller() for _ in range(CALLERS)))
-    return CALLERS * REQUESTS

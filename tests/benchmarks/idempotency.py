@@ -5,16 +5,14 @@ The transaction is what a small route does: open an AsyncSession, add one order,
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-from collections.abc import Awaitable, Callable
 
 from sqlalchemy import BigInteger, Identity, MetaData
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from oncely.idempotency import IdempotencyKeys, fingerprint
-from tests.benchmarks.ratio import Ratio, Servers, compare
+from tests.benchmarks.ratio import Ratio, Servers, at_once, compare
 
 CALLERS = 10
 REQUESTS = 40
@@ -74,15 +72,15 @@ async def measure(servers: Servers) -> list[Ratio]:
         return [
             await compare(
                 "idempotency key: first request / no key",
-                ours=lambda: _by_ten(first),
-                bare=lambda: _by_ten(without),
+                ours=lambda: at_once(first, CALLERS, REQUESTS),
+                bare=lambda: at_once(without, CALLERS, REQUESTS),
                 limit=0.40,
                 rounds=ROUNDS,
             ),
             await compare(
                 "idempotency key: replay / no key",
-                ours=lambda: _by_ten(replay),
-                bare=lambda: _by_ten(without),
+                ours=lambda: at_once(replay, CALLERS, REQUESTS),
+                bare=lambda: at_once(without, CALLERS, REQUESTS),
                 limit=1.0,
                 rounds=ROUNDS,
             ),
@@ -91,12 +89,3 @@ async def measure(servers: Servers) -> list[Ratio]:
         async with engine.begin() as connection:
             await connection.run_sync(Base.metadata.drop_all)
         await engine.dispose()
-
-
-async def _by_ten(request: Callable[[], Awaitable[None]]) -> int:
-    async def caller() -> None:
-        for _ in range(REQUESTS):
-            await request()
-
-    await asyncio.gather(*(caller() for _ in range(CALLERS)))
-    return CALLERS * REQUESTS

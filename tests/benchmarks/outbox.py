@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -14,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
 from oncely import Event, NewEvent, Outbox
 from oncely.streams import stream_publisher
-from tests.benchmarks.ratio import Ratio, Servers, compare
+from tests.benchmarks.ratio import Ratio, Servers, at_once, compare
 
 EVENTS = 10_000
 BATCH = 1_000
@@ -78,15 +77,13 @@ class Transactions:
         self.emit = emit
 
     async def __call__(self) -> int:
-        async def caller() -> None:
-            for _ in range(TRANSACTIONS // CALLERS):
-                async with self.sessions() as session, session.begin():
-                    await session.execute(insert(orders).values(name="order"))
-                    if self.emit:
-                        await outbox.emit(session, "order.created", PAYLOAD, key="c-1234")
+        async def transaction() -> None:
+            async with self.sessions() as session, session.begin():
+                await session.execute(insert(orders).values(name="order"))
+                if self.emit:
+                    await outbox.emit(session, "order.created", PAYLOAD, key="c-1234")
 
-        await asyncio.gather(*(caller() for _ in range(CALLERS)))
-        return TRANSACTIONS
+        return await at_once(transaction, CALLERS, TRANSACTIONS // CALLERS)
 
 
 class Full:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import statistics
 import time
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 from oncely.testing import EmbeddedPostgres, EmbeddedValkey
 
-__all__ = ["Ratio", "Servers", "compare"]
+__all__ = ["Ratio", "Servers", "at_once", "compare"]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,17 @@ async def compare(
         highest=max(ratios),
         limit=limit,
     )
+
+
+async def at_once(request: Callable[[], Awaitable[None]], callers: int, times: int) -> int:
+    """So many callers at once make the request so many times each; how many requests that is."""
+
+    async def caller() -> None:
+        for _ in range(times):
+            await request()
+
+    await asyncio.gather(*(caller() for _ in range(callers)))
+    return callers * times
 
 
 async def _rate(work: Callable[[], Awaitable[int]]) -> float:
