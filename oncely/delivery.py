@@ -43,6 +43,7 @@ class Delivery:
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
+        self.begun = time.monotonic()
         self.deadline = claim.deadline
         self.open: dict[UUID, Event] = {event.id: event for event in claim.events}
         self.published: list[UUID] = []

@@ -18,6 +18,9 @@ from sqlalchemy.types import TypeEngine
 from oncely.errors import DedupKeyReused, InvalidKey
 from oncely.event import NewEvent, check_key, encode_json, uuid7
 from oncely.statement import Statement
+from oncely.telemetry.commit import tell_when_committed
+from oncely.telemetry.observer import GuardedObserver
+from oncely.telemetry.records import EventsEmitted
 from oncely.transaction import Caller, execute, join
 
 __all__ = ["Emission"]
@@ -28,9 +31,12 @@ _LONGEST_DELAY = timedelta(days=36_500)  # PostgreSQL's times end at some point,
 class Emission:
     """Writes the events of one outbox table. `max_payload_bytes` bounds a payload's JSON in UTF-8."""
 
-    def __init__(self, events: Table, *, max_payload_bytes: int | None) -> None:
+    def __init__(
+        self, events: Table, *, max_payload_bytes: int | None, observer: GuardedObserver | None = None
+    ) -> None:
         self._events = events
         self._max_payload_bytes = max_payload_bytes
+        self._observer = observer
         tables = {"outbox": events}
         self._one = Statement(_ONE, tables, _EVENT)
         self._many = Statement(_MANY, tables, _EVENTS)
@@ -39,27 +45,53 @@ class Emission:
 
     async def emit(self, session: Caller, event: NewEvent) -> UUID:
         """Write one event; its id, or that of the first event with its dedup_key."""
-        row = self._row(event, "")
-        if event.dedup_key is not None:
-            [first] = await self._emit_unique(await join(session, self._events), [row])
-            return first
-        await execute(session, self._events, self._one, row)
+        row = self._row(event, "", self._trace())
         event_id: UUID = row["id"]
+        if event.dedup_key is not None:
+            [event_id] = await self._emit_unique(await join(session, self._events), [row])
+        else:
+            await execute(session, self._events, self._one, row)
+        if self._observer is not None:
+            self._tell(self._observer, session, [row], [event_id])
         return event_id
 
     async def emit_many(self, session: Caller, events: Iterable[NewEvent]) -> list[UUID]:
         """Write all of the events or none, in the order given; their ids."""
-        rows = [self._row(event, f"events[{index}] ") for index, event in enumerate(events)]
+        trace = self._trace()
+        rows = [self._row(event, f"events[{index}] ", trace) for index, event in enumerate(events)]
         if not rows:
             return []
+        ids: list[UUID] = [row["id"] for row in rows]
         if all(row["dedup_key"] is None for row in rows):
             await execute(session, self._events, self._many, _columns(rows, _EVENTS))
-            return [row["id"] for row in rows]
-        connection = await join(session, self._events)
-        async with connection.begin_nested():
-            return await self._emit_unique(connection, rows)
+        else:
+            connection = await join(session, self._events)
+            async with connection.begin_nested():
+                ids = await self._emit_unique(connection, rows)
+        if self._observer is not None:
+            self._tell(self._observer, session, rows, ids)
+        return ids
 
-    def _row(self, event: NewEvent, place: str) -> dict[str, Any]:
+    def _trace(self) -> Mapping[str, str] | None:
+        """The headers that carry the trace that is current, if there is any."""
+        return None if self._observer is None else self._observer.headers()
+
+    def _tell(
+        self,
+        observer: GuardedObserver,
+        session: Caller,
+        rows: Sequence[Mapping[str, Any]],
+        ids: Sequence[UUID],
+    ) -> None:
+        """One record for each topic, once it is true."""
+        counts: dict[str, list[int]] = {}
+        for row, event_id in zip(rows, ids, strict=True):
+            counts.setdefault(row["topic"], [0, 0])[row["id"] != event_id] += 1
+        for topic, (count, repeated) in counts.items():
+            record = EventsEmitted(outbox=self._events.fullname, topic=topic, count=count, repeated=repeated)
+            tell_when_committed(session, observer, record)
+
+    def _row(self, event: NewEvent, place: str, trace: Mapping[str, str] | None) -> dict[str, Any]:
         """The event's parameters, checked and encoded. `place` begins the message of a refusal."""
         check_key(event.topic, f"{place}topic")
         if not event.topic:
@@ -86,6 +118,8 @@ class Emission:
             if wrong:
                 raise ValueError(f"{place}headers: {wrong[0]!r}: names and values are strings")
             headers = encode_json(dict(event.headers), what=f"{place}headers")
+        if trace and not any(name.lower() == "traceparent" for name in event.headers or ()):
+            headers = encode_json({**trace, **(event.headers or {})}, what=f"{place}headers")
         return {
             "id": uuid7(),
             "topic": event.topic,

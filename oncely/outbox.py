@@ -28,6 +28,8 @@ from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_b
 from oncely.statement import Statement
 from oncely.stats import OutboxStats, Statistics
 from oncely.tables import outbox_tables
+from oncely.telemetry.batches import tell_claimed, tell_lost, tell_settled, traced
+from oncely.telemetry.observer import Observer, guarded
 from oncely.transaction import Caller, Sessionmaker, join
 from oncely.wakeup import Wakeup
 
@@ -41,7 +43,8 @@ class Outbox:
 
     `on_dead` says what a dead event means for the later ones of its key: "continue" sends them,
     "park" keeps them until the dead one was replayed or discarded. `max_payload_bytes` bounds the
-    payload's JSON in UTF-8 bytes; None leaves it to PostgreSQL (255 MB).
+    payload's JSON in UTF-8 bytes; None leaves it to PostgreSQL (255 MB). The `observer` is told what
+    happens here and in the relays of this outbox.
     """
 
     table: Table
@@ -55,6 +58,7 @@ class Outbox:
         schema: str | None = None,
         on_dead: OnDead = "continue",
         max_payload_bytes: int | None = None,
+        observer: Observer | None = None,
     ) -> None:
         if on_dead not in ("continue", "park"):
             raise ValueError(f'on_dead is "continue" or "park", not {on_dead!r}')
@@ -63,12 +67,13 @@ class Outbox:
         self.table, self.claims = outbox_tables(metadata, table_name, schema)
         self.on_dead = on_dead
         self.max_payload_bytes = max_payload_bytes
+        self.observer = guarded(observer)
         self.ledger = Ledger(self.table, self.claims, on_dead=on_dead)
         tables = {"outbox": self.table, "claims": self.claims}
         self.wakeup = Wakeup(self.table)
         self._dead_letters = DeadLetters(self.table)
         self._statistics = Statistics(self.table, self.claims, parks=on_dead == "park")
-        self._emission = Emission(self.table, max_payload_bytes=max_payload_bytes)
+        self._emission = Emission(self.table, max_payload_bytes=max_payload_bytes, observer=self.observer)
         self._claimed = Statement(_CLAIMED, tables, {"id": Uuid})
         self._lock_event = Statement(_LOCK_EVENT, tables, {"id": Uuid})
         self._delete_event = Statement(_DELETE_EVENT, tables, {"id": Uuid})
@@ -159,17 +164,29 @@ class Outbox:
             if claim is not None:
                 await complete(self.ledger.release(sessionmaker, claim), patience=_PATIENCE)
 
+        begun = time.monotonic()
         work = self.ledger.claim(sessionmaker, limit=batch, lease=lease)
         claim = await complete(work, patience=_PATIENCE, undo=give_back)
         if claim is None:
             return []
+        events, name = claim.events, self.table.fullname
+        if self.observer is not None:
+            tell_claimed(self.observer, name, events, since=begun)
+
+        async def settle(published: list[UUID] | None = None) -> bool:
+            settled = await self.ledger.settle(sessionmaker, claim, published=published)
+            if self.observer is not None and settled:
+                ids = [event.id for event in events] if published is None else published
+                tell_settled(self.observer, name, events, published=ids, since=begun)
+            elif self.observer is not None:
+                tell_lost(self.observer, name, events)
+            return settled
+
         try:
             async with asyncio.timeout(claim.deadline - time.monotonic()):
-                await publish(claim.events)
+                await traced(publish, self.observer, name)(events)
         except PublishFailed as failed:
-            ids = [event.id for event in sent(claim.events, failed)]
-            settling = self.ledger.settle(sessionmaker, claim, published=ids)
-            if not await complete(settling, patience=_PATIENCE):
+            if not await complete(settle([event.id for event in sent(events, failed)]), patience=_PATIENCE):
                 failed.add_note("the claim had expired: what was sent is not marked and will be sent again")
             raise
         except BaseException as error:
@@ -180,9 +197,9 @@ class Outbox:
                     f"the batch could not be given back and waits for its lease to end: {second!r}"
                 )
             raise
-        if not await complete(self.ledger.settle(sessionmaker, claim), patience=_PATIENCE):
-            raise ClaimLost(event.id for event in claim.events)
-        return claim.events
+        if not await complete(settle(), patience=_PATIENCE):
+            raise ClaimLost(event.id for event in events)
+        return events
 
     async def lag_seconds(self, session: Caller) -> float:
         """How long the first event in line has been due and unpublished, in seconds; 0.0 if none.

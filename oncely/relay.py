@@ -24,6 +24,8 @@ from oncely.event import Publisher
 from oncely.ledger import Claim
 from oncely.loop import complete, run_loop, within
 from oncely.outbox import Outbox
+from oncely.telemetry.batches import tell_claimed, tell_lost, tell_settled, traced
+from oncely.telemetry.records import Outage
 from oncely.transaction import Sessionmaker, is_passing
 from oncely.wakeup import WINDOW
 
@@ -117,8 +119,13 @@ class Relay:
         """What the relay waits for while it is away."""
         self.last_success: datetime | None = None
         """When the last pass ended well, by this machine's clock."""
+        self._observer = outbox.observer
+        self._name = outbox.table.fullname
         self._courier = Courier(
-            publish, publish_timeout=publish_timeout, retry=retry, max_attempts=max_attempts
+            traced(publish, outbox.observer, self._name),
+            publish_timeout=publish_timeout,
+            retry=retry,
+            max_attempts=max_attempts,
         )
         # What ends within the grace period is done in up to three steps of this length.
         self._patience = grace / 4
@@ -171,12 +178,15 @@ class Relay:
             if claim is not None:
                 await self.outbox.ledger.release(self.sessionmaker, claim)
 
+        begun = time.monotonic()
         claiming = self.outbox.ledger.claim(self.sessionmaker, limit=self.batch, lease=self.lease)
         claim = await complete(
             within(claiming, self.database_timeout), patience=self._patience, undo=give_back
         )
         if claim is None:
             return RelayResult()
+        if self._observer is not None:
+            tell_claimed(self._observer, self._name, claim.events, since=begun)
         delivery = Delivery(claim)
         try:
             await self._deliver(delivery)
@@ -216,6 +226,19 @@ class Relay:
         self.waits_for = "broker" if isinstance(error, _BrokerAway) else "database"
         cause = error.__cause__ if isinstance(error, _BrokerAway) else error
         _log.warning("%s down, next try in %.1f s: %r", self.waits_for, delay.total_seconds(), cause)
+        self._tell_outage(cause, delay)
+
+    def _tell_outage(self, cause: BaseException | None, delay: timedelta) -> None:
+        if self._observer is not None and self.waits_for is not None:
+            self._observer(
+                Outage(
+                    service="relay",
+                    name=self._name,
+                    waits_for=self.waits_for,
+                    error=type(cause).__name__,
+                    retry_in=delay,
+                )
+            )
 
     async def _deliver(self, delivery: Delivery) -> None:
         """Deliver the claimed events, keeping the claim meanwhile."""
@@ -261,8 +284,19 @@ class Relay:
         settled = not delivery.lost and await self._mark(delivery)
         if not settled:
             count = len(delivery.claim.events)
+            if self._observer is not None:
+                tell_lost(self._observer, self._name, delivery.claim.events)
             _log.warning("lost a claim of %d events: what was sent of it may be sent again", count)
             return RelayResult(released=count, claim_lost=True, outage=delivery.outage)
+        if self._observer is not None:
+            tell_settled(
+                self._observer,
+                self._name,
+                delivery.claim.events,
+                published=delivery.published,
+                failures=delivery.failures,
+                since=delivery.begun,
+            )
         dead = [failure for failure in delivery.failures if failure.delay is None]
         for failure in dead:
             _log.error(
@@ -310,7 +344,9 @@ class Relay:
                 if time.monotonic() >= delivery.deadline:
                     return False
                 failed += 1
-                await asyncio.sleep(self.outage.delay(failed).total_seconds())
+                delay = self.outage.delay(failed)
+                self._tell_outage(error, delay)
+                await asyncio.sleep(delay.total_seconds())
 
 
 class _BrokerAway(Exception):
