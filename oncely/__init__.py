@@ -34,6 +34,7 @@ from oncely.inbox import Inbox
 from oncely.outbox import Outbox
 from oncely.relay import Relay, RelayResult
 from oncely.retention import Retention
+from oncely.worker import Worker
 
 __all__ = [
     "NOT_HAPPENED",
@@ -70,6 +71,7 @@ __all__ = [
     "TableNameTaken",
     "TablesMissing",
     "TransactionEnded",
+    "Worker",
     "fingerprint",
     "is_retryable",
     "is_valid_key",

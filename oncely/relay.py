@@ -132,6 +132,10 @@ class Relay:
         self._woken = asyncio.Event()
         self._look_again: list[float] = []
 
+    @property
+    def name(self) -> str:
+        return f"Relay {self.outbox.table.fullname}"
+
     async def run(self, stop: asyncio.Event | None = None) -> None:
         """Work until `stop` is set or the task is cancelled.
 

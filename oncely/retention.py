@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from datetime import datetime, timedelta
-from typing import Any, Protocol
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal, Protocol
 
 from sqlalchemy import DateTime, Interval, Table
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -83,21 +83,25 @@ class Retention:
         self.batch = batch
         self.outage = outage
         self.grace = grace
+        self.waits_for: Literal["database"] | None = None
+        """What it waits for while it is away."""
+        self.last_success: datetime | None = None
+        """When it last pruned them all, by this machine's clock."""
+
+    @property
+    def name(self) -> str:
+        return "Retention " + ", ".join(prunable.table.fullname for prunable in self.keep)
 
     async def run(self, stop: asyncio.Event | None = None) -> None:
         """Work until `stop` is set or the task is cancelled; a database that is away is waited for."""
-
-        async def tick() -> bool:
-            return any(deleted == self.batch for deleted in (await self.run_once()).values())
-
         await run_loop(
-            tick,
+            self._tick,
             stop=stop,
             idle=lambda: asyncio.sleep(self.interval.total_seconds()),
             grace=self.grace,
             backoff=self.outage,
             is_outage=is_passing,
-            on_outage=lambda error, delay: _log.warning("database down, next try in %s: %r", delay, error),
+            on_outage=self._note_outage,
         )
 
     async def run_once(self) -> dict[str, int]:
@@ -108,6 +112,16 @@ class Retention:
                 count = await prunable.prune(session, older_than=age, limit=self.batch)
             deleted[prunable.table.fullname] = count
         return deleted
+
+    async def _tick(self) -> bool:
+        deleted = await self.run_once()
+        self.waits_for = None
+        self.last_success = datetime.now(UTC)
+        return self.batch in deleted.values()
+
+    def _note_outage(self, error: Exception, delay: timedelta) -> None:
+        self.waits_for = "database"
+        _log.warning("database down, next try in %s: %r", delay, error)
 
 
 def cutoff_parameters(older_than: timedelta | datetime) -> dict[str, Any]:

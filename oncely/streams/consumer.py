@@ -22,9 +22,9 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from time import monotonic
-from typing import overload
+from typing import Literal, overload
 from uuid import uuid4
 
 from oncely.backoff import Backoff
@@ -43,7 +43,7 @@ from oncely.streams.worker import Worker
 
 __all__ = ["StreamConsumer"]
 
-_OUTAGE = Backoff(first=timedelta(milliseconds=100), maximum=timedelta(seconds=10))
+_COUNT = 50
 _WAIT = 1.0  # seconds that a turn waits for new entries
 _LULL = 0.01  # seconds
 _LEAST_PATIENCE = timedelta(seconds=1)  # for giving back, which takes a few calls of Redis
@@ -72,6 +72,11 @@ class StreamConsumer:
 
     `concurrency` handlers run together. `around(event, call)` wraps each event's handling,
     `on_result(event, result, seconds, error)` is told how it ended.
+
+    `count` entries are read at a time: what a worker has read waits there, so with slow handlers and
+    several workers choose it near `concurrency`. Once stopped it reads nothing more, gives running
+    handlers `grace` to end, cancels the rest, and gives back what was not handled: due at once for
+    any worker, with no attempt counted. While Redis is away it tries again by `outage`.
     """
 
     def __init__(
@@ -89,8 +94,12 @@ class StreamConsumer:
         on_result: OnResult | None = None,
         backoff_factor: float = 1.0,
         backoff_maximum: timedelta = timedelta(hours=1),
+        count: int = _COUNT,
+        grace: timedelta = timedelta(seconds=10),
+        outage: Backoff = Backoff(first=timedelta(milliseconds=100), maximum=timedelta(seconds=10)),
     ) -> None:
         for name, value in (
+            ("count", count),
             ("retry_after_ms", retry_after_ms),
             ("max_attempts", max_attempts),
             ("concurrency", concurrency),
@@ -98,12 +107,21 @@ class StreamConsumer:
         ):
             if value < 1:
                 raise ValueError(f"{name} must be 1 or more, not {value}")
+        if grace <= timedelta(0):
+            raise ValueError(f"grace must be positive, not {grace}")
         self.stream = stream
         self.group = group
         self.consumer = consumer if consumer is not None else _own_name()
         self.retry_after_ms = retry_after_ms
         self.max_attempts = max_attempts
         self.concurrency = concurrency
+        self.count = count
+        self.grace = grace
+        self.outage = outage
+        self.waits_for: Literal["broker"] | None = None
+        """What the consumer waits for while it is away; of what its handlers need it knows nothing."""
+        self.last_success: datetime | None = None
+        """When Redis last answered all that a turn asked of it, by this machine's clock."""
         self.dead_letter_stream = name_for(redis, stream, dead_letter_stream)
         self._handling = Handling(around, on_result)
         due = _due_times(retry_after_ms, max_attempts, backoff_factor, backoff_maximum)
@@ -116,6 +134,10 @@ class StreamConsumer:
         )
         self._runs = False
         self._turn = asyncio.Lock()
+
+    @property
+    def name(self) -> str:
+        return f"StreamConsumer {self.stream}/{self.group}"
 
     @overload
     def subscribe(self, topic: str, handler: None = None) -> Callable[[Handler], Handler]: ...
@@ -135,7 +157,7 @@ class StreamConsumer:
 
         return subscribe if handler is None else subscribe(handler)
 
-    async def run_once(self, *, count: int = 50, block_ms: int | None = None) -> int:
+    async def run_once(self, *, count: int = _COUNT, block_ms: int | None = None) -> int:
         """Handle up to `count` events: first those that are due again, then new ones.
 
         Waits up to `block_ms` for new ones when there is nothing to do. Returns how many entries
@@ -154,25 +176,12 @@ class StreamConsumer:
                 await self._worker.close()
             return self._desk.settled - before
 
-    async def run(
-        self,
-        stop: asyncio.Event | None = None,
-        *,
-        count: int = 50,
-        grace: timedelta = timedelta(seconds=10),
-        backoff: Backoff = _OUTAGE,
-    ) -> None:
+    async def run(self, stop: asyncio.Event | None = None) -> None:
         """Handle events until `stop` is set or the task is cancelled.
 
-        Reads up to `count` entries at a time: what a worker has read waits there, so with slow
-        handlers and several workers choose it near `concurrency`. Once stopped it reads nothing
-        more, gives running handlers `grace` to end, cancels the rest, and gives back what was not
-        handled: due at once for any worker, with no attempt counted. While Redis is away it tries
-        again by `backoff`; other errors of Redis end it. A consumer without handlers is refused: it
-        would acknowledge everything.
+        While Redis is away it is waited for; other errors of Redis end it. A consumer without
+        handlers is refused: it would acknowledge everything.
         """
-        if count < 1:
-            raise ValueError(f"count must be 1 or more, not {count}")
         if not self._handling.routes:
             raise ValueError("no handler is subscribed: call subscribe() before run()")
         if self._runs:
@@ -183,7 +192,9 @@ class StreamConsumer:
         async def tick() -> bool:
             begun = monotonic()
             async with self._turn:
-                found = await self._worker.turn(count, until=begun + _WAIT, running=True)
+                found = await self._worker.turn(self.count, until=begun + _WAIT, running=True)
+            self.waits_for = None
+            self.last_success = datetime.now(UTC)
             return found or monotonic() > begun + _LULL
 
         async def lull() -> None:
@@ -194,13 +205,13 @@ class StreamConsumer:
                 tick,
                 stop=self._worker.stop,
                 idle=lull,
-                grace=grace,
-                backoff=backoff,
+                grace=self.grace,
+                backoff=self.outage,
                 is_outage=is_outage,
-                on_outage=_log_outage,
+                on_outage=self._note_outage,
             )
         finally:
-            patience = max(grace, _LEAST_PATIENCE)
+            patience = max(self.grace, _LEAST_PATIENCE)
             await complete(self._leave(patience), patience=3 * patience)
             self._worker.stop = asyncio.Event()
             self._runs = False
@@ -239,9 +250,9 @@ class StreamConsumer:
         finally:
             await self._worker.close()
 
-
-def _log_outage(error: Exception, delay: timedelta) -> None:
-    logger.warning("Redis is away (%s); trying again in %.1f s", error, delay.total_seconds())
+    def _note_outage(self, error: Exception, delay: timedelta) -> None:
+        self.waits_for = "broker"
+        logger.warning("Redis is away (%s); trying again in %.1f s", error, delay.total_seconds())
 
 
 def _own_name() -> str:

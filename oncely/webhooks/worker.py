@@ -14,8 +14,8 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TypeAlias
+from datetime import UTC, datetime, timedelta
+from typing import Literal, TypeAlias
 
 from oncely.backoff import Backoff
 from oncely.errors import SigningScopeUnknown
@@ -114,6 +114,10 @@ class WebhookWorker:
         self.outage = outage
         self.database_timeout = database_timeout
         self.grace = grace
+        self.waits_for: Literal["database"] | None = None
+        """What the worker waits for while it is away."""
+        self.last_success: datetime | None = None
+        """When the table was last looked at, by this machine's clock."""
         self._sender = sender
         self._resolver = resolver
         self._on_attempt = on_attempt
@@ -132,6 +136,10 @@ class WebhookWorker:
         self._landed = asyncio.Event()
         self._last_origin = ""
 
+    @property
+    def name(self) -> str:
+        return f"WebhookWorker {self.webhooks.table.fullname}"
+
     async def run(self, stop: asyncio.Event | None = None) -> None:
         """Work until `stop` is set or the task is cancelled.
 
@@ -146,7 +154,7 @@ class WebhookWorker:
                 grace=self.grace,
                 backoff=self.outage,
                 is_outage=is_passing,
-                on_outage=_note_outage,
+                on_outage=self._note_outage,
             )
             if self._flying:
                 await asyncio.wait(self._flying, timeout=self.grace.total_seconds())
@@ -183,6 +191,8 @@ class WebhookWorker:
         if not free:
             return False
         claimed = await self._claim(free, busy=Counter(self._flying.values()))
+        self.waits_for = None
+        self.last_success = datetime.now(UTC)
         for lease in claimed.leases:
             task = asyncio.ensure_future(self._attempt(lease))
             self._flying[task] = lease.routing.origin
@@ -196,6 +206,10 @@ class WebhookWorker:
                 await self._landed.wait()
                 await asyncio.sleep(_MOMENT)
         self._landed.clear()
+
+    def _note_outage(self, error: Exception, delay: timedelta) -> None:
+        self.waits_for = "database"
+        _log.warning("database down, next try in %.1f s: %s", delay.total_seconds(), describe(error))
 
     def _collect(self) -> None:
         """Forget the attempts that have ended. Raises what one of them raised."""
@@ -266,10 +280,6 @@ def _check_lease(lease: timedelta, sender: WebhookSender) -> None:
             f"lease ({lease}) must be {_MARGIN} longer than the sender's deadline ({sender.deadline}), "
             "or an attempt could outlive it"
         )
-
-
-def _note_outage(error: Exception, delay: timedelta) -> None:
-    _log.warning("database down, next try in %.1f s: %s", delay.total_seconds(), describe(error))
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[WebhookAttempt]]) -> None:

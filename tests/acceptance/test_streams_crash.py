@@ -122,10 +122,10 @@ async def test_workers_that_are_killed_again_and_again_lose_nothing_and_count_tr
 async def test_connections_that_are_cut_lose_nothing(redis_url: str, redis: Redis, stream: str) -> None:
     async with Redis.from_url(redis_url, client_name="victim") as client:
         handler = Recorder()
-        consumer = StreamConsumer(client, stream=stream, retry_after_ms=100)
+        consumer = StreamConsumer(client, stream=stream, retry_after_ms=100, count=7)
         consumer.subscribe("*", handler)
         stop = asyncio.Event()
-        running = asyncio.create_task(consumer.run(stop, count=7))
+        running = asyncio.create_task(consumer.run(stop))
         publish = stream_publisher(redis, stream)
 
         async def cut() -> None:

@@ -40,7 +40,7 @@ class _Consuming:
 
 class _Ours(_Consuming):
     async def __call__(self) -> int:
-        consumer = StreamConsumer(self.redis, stream=self.stream, concurrency=64)
+        consumer = StreamConsumer(self.redis, stream=self.stream, concurrency=64, count=_COUNT)
         stop, done = asyncio.Event(), 0
 
         @consumer.subscribe("order.paid")
@@ -50,7 +50,7 @@ class _Ours(_Consuming):
             if done == _EVENTS:
                 stop.set()
 
-        await consumer.run(stop, count=_COUNT)
+        await consumer.run(stop)
         return done
 
 

@@ -42,10 +42,10 @@ def own_valkey() -> Iterator[EmbeddedValkey]:
 
 
 @asynccontextmanager
-async def running(consumer: StreamConsumer, **options: object) -> AsyncIterator[asyncio.Event]:
+async def running(consumer: StreamConsumer) -> AsyncIterator[asyncio.Event]:
     """The consumer runs inside; it is stopped at the end, and must end."""
     stop = asyncio.Event()
-    task = asyncio.create_task(consumer.run(stop, **options))  # type: ignore[arg-type]  # given by name
+    task = asyncio.create_task(consumer.run(stop))
     try:
         yield stop
     finally:
@@ -142,9 +142,9 @@ async def test_a_flush_is_survived_and_what_comes_after_it_is_handled(
 async def test_an_outage_is_waited_out(own_valkey: EmbeddedValkey) -> None:
     async with Redis.from_url(own_valkey.url, retry=Retry(NoBackoff(), 0)) as redis:
         handler = Recorder()
-        consumer = StreamConsumer(redis, stream="orders")
+        consumer = StreamConsumer(redis, stream="orders", outage=QUICK)
         consumer.subscribe("*", handler)
-        async with running(consumer, backoff=QUICK):
+        async with running(consumer):
             await stream_publisher(redis, "orders")(events("a"))
             await until(lambda: has(handler, 1))
             own_valkey.kill()
@@ -269,7 +269,7 @@ async def test_a_handler_that_outlives_the_grace_is_cancelled_and_its_event_give
     redis: Redis, stream: str
 ) -> None:
     stop = asyncio.Event()
-    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=60_000)
+    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=60_000, grace=timedelta(milliseconds=20))
     begun: list[str] = []
     cancelled: list[str] = []
 
@@ -285,7 +285,7 @@ async def test_a_handler_that_outlives_the_grace_is_cancelled_and_its_event_give
             raise
 
     await stream_publisher(redis, stream)([*events("a1", "a2", key="a"), *events("b")])
-    await consumer.run(stop, grace=timedelta(milliseconds=20))
+    await consumer.run(stop)
     assert sorted(cancelled) == ["a1", "b"]
     assert await pending(consumer, redis) == [(consumer.consumer, 0)] * 3
     handler = Recorder()
@@ -353,7 +353,7 @@ async def test_a_retry_that_a_stop_interrupts_keeps_its_count(redis: Redis, stre
     [entry_id] = await ids(redis, stream)
     await redis.xclaim(stream, "workers", "dead", 0, [entry_id], retrycount=3, justid=True)
     stop = asyncio.Event()
-    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=20)
+    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=20, grace=timedelta(milliseconds=20))
     seen: list[int] = []
 
     @consumer.subscribe("*")
@@ -362,7 +362,7 @@ async def test_a_retry_that_a_stop_interrupts_keeps_its_count(redis: Redis, stre
         stop.set()
         await asyncio.Event().wait()
 
-    await consumer.run(stop, grace=timedelta(milliseconds=20))
+    await consumer.run(stop)
     assert seen == [4]
     assert await pending(consumer, redis) == [(consumer.consumer, 3)]
 
@@ -437,7 +437,7 @@ async def test_a_handler_that_will_not_be_cancelled_is_left_behind_and_its_event
     redis: Redis, stream: str
 ) -> None:
     stop, go, begun = asyncio.Event(), asyncio.Event(), asyncio.Event()
-    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=60_000)
+    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=60_000, grace=timedelta(milliseconds=30))
 
     @consumer.subscribe("*")
     async def handle(event: Event) -> None:
@@ -449,7 +449,7 @@ async def test_a_handler_that_will_not_be_cancelled_is_left_behind_and_its_event
                 continue
 
     await stream_publisher(redis, stream)(events("a", "b"))
-    run = asyncio.create_task(consumer.run(stop, grace=timedelta(milliseconds=30)))
+    run = asyncio.create_task(consumer.run(stop))
     await begun.wait()
     stop.set()
     await run
@@ -484,7 +484,7 @@ async def test_a_worker_that_lost_its_entry_notices_and_its_late_end_harms_nobod
 async def test_a_slow_handler_does_not_hold_up_the_others(redis: Redis, stream: str) -> None:
     handler = Recorder()
     go = asyncio.Event()
-    consumer = StreamConsumer(redis, stream=stream, concurrency=4)
+    consumer = StreamConsumer(redis, stream=stream, concurrency=4, count=5)
     consumer.subscribe("order.*", handler)
     order: list[str] = []
 
@@ -495,7 +495,7 @@ async def test_a_slow_handler_does_not_hold_up_the_others(redis: Redis, stream: 
 
     publish = stream_publisher(redis, stream)
     await publish(events("slow 1", topic="slow", key="k"))
-    async with running(consumer, count=5):
+    async with running(consumer):
         await until(lambda: called(order, 1))
         await publish(
             [*events(*range(30)), *events("slow 2", topic="slow", key="k"), *events(*range(30, 60))]

@@ -177,7 +177,7 @@ def test_what_is_not_given_has_its_default() -> None:
     assert first.consumer != second.consumer
 
 
-@pytest.mark.parametrize("name", ["retry_after_ms", "max_attempts", "concurrency", "backoff_factor"])
+@pytest.mark.parametrize("name", ["count", "retry_after_ms", "max_attempts", "concurrency", "backoff_factor"])
 def test_settings_below_one_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=name):
         StreamConsumer(None, stream="s", **{name: 0})  # type: ignore[arg-type]  # never connects
