@@ -51,7 +51,7 @@ class SystemLookup:
     """
 
     def __init__(self) -> None:
-        self._running: dict[tuple[str, int], asyncio.Future[list[str] | OSError]] = {}
+        self._running: dict[tuple[str, int], asyncio.Future[list[str] | Exception]] = {}
 
     async def __call__(self, host: str, port: int) -> list[str]:
         loop = asyncio.get_running_loop()
@@ -59,17 +59,16 @@ class SystemLookup:
         if future is None or future.get_loop() is not loop:
             future = self._start(loop, host, port)
         found = await asyncio.shield(future)  # it is others' too
-        if isinstance(found, OSError):
+        if isinstance(found, Exception):
             raise found
         return found
 
     def _start(
         self, loop: asyncio.AbstractEventLoop, host: str, port: int
-    ) -> asyncio.Future[list[str] | OSError]:
-        future: asyncio.Future[list[str] | OSError] = loop.create_future()
-        self._running[host, port] = future
+    ) -> asyncio.Future[list[str] | Exception]:
+        future: asyncio.Future[list[str] | Exception] = loop.create_future()
 
-        def end(found: list[str] | OSError) -> None:
+        def end(found: list[str] | Exception) -> None:
             if self._running.get((host, port)) is future:
                 del self._running[host, port]
             if not future.done():
@@ -81,14 +80,15 @@ class SystemLookup:
                 loop.call_soon_threadsafe(end, found)
 
         threading.Thread(target=work, name="oncely-lookup", daemon=True).start()
+        self._running[host, port] = future  # not before: a thread that did not start ends nothing
         return future
 
 
-def _look_up(host: str, port: int) -> list[str] | OSError:
+def _look_up(host: str, port: int) -> list[str] | Exception:
     try:
         # As bytes: text would be encoded by rules that fail in ways of their own.
         found = socket.getaddrinfo(host.encode("ascii"), port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001  raised where it is waited for; here nobody would see it
         return error
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 

@@ -136,7 +136,7 @@ class Courier:
         except Exception as error:  # noqa: BLE001  a signer may raise anything; it must not end the worker
             where = "".join(traceback.format_tb(error.__traceback__))  # the places, not what was said there
             _log.error("webhook %s could not be made: %s\n%s", lease.id, describe(error), where)
-            return self._again(lease, describe(error))
+            return self._cut_short(lease, attempt, describe(error))
 
     def _cut_short(self, lease: Lease, attempt: _Attempt, error: str) -> _Ending:
         """It ended in the middle: if the endpoint had answered by then, that counts."""

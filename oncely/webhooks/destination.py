@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from ipaddress import IPv6Address
+from ipaddress import IPv4Address, IPv6Address
 from typing import Any, TypeAlias
 
 __all__ = ["Destination", "HeadersLike", "check_headers", "pairs_of"]
@@ -54,13 +54,9 @@ class Destination:
         match = _URL.fullmatch(url)
         if match is None:
             raise ValueError("url is not a valid URI (RFC 3986): a character that must be percent-encoded?")
-        host, port, path, query = (
-            match["host"].lower(),
-            int(match["port"] or 443),
-            match["path"],
-            match["query"],
-        )
-        if not 1 <= port <= 65_535 or len(host) > 253 or not _is_host(host):
+        host, port = _host(match["host"].lower()), int(match["port"] or 443)
+        path, query = match["path"], match["query"]
+        if not 1 <= port <= 65_535 or host is None:
             raise ValueError("url has an impossible host or port")
         origin = f"https://{host}" if port == 443 else f"https://{host}:{port}"
         return cls(origin, host.strip("[]"), port, (path or "/") + (query or ""))
@@ -69,6 +65,11 @@ class Destination:
     def url(self) -> str:
         """The address as it is stored and signed."""
         return self.origin + self.target
+
+    @property
+    def authority(self) -> str:
+        """Host and port, as they stand in the request's Host header."""
+        return self.origin.removeprefix("https://")
 
     @property
     def digest(self) -> bytes:
@@ -103,15 +104,20 @@ def pairs_of(headers: HeadersLike) -> tuple[tuple[str, str], ...]:
     return tuple((name, value) for name, value in (given.items() if isinstance(given, Mapping) else given))
 
 
-def _is_host(host: str) -> bool:
-    """Whether what stands in brackets is an IPv6 address."""
-    if not host.startswith("["):
-        return True
+def _host(host: str) -> str | None:
+    """The host in its one spelling; None if it is none.
+
+    What ends in a number is an IPv4 address (so WHATWG's URLs), and is written as one: systems read
+    numbers, octal and hexadecimal ones and fewer than four in ways of their own.
+    """
     try:
-        IPv6Address(host[1:-1])
+        if host.startswith("["):
+            return f"[{IPv6Address(host[1:-1])}]"
+        if _NUMBER.fullmatch(host.rpartition(".")[2]):
+            return str(IPv4Address(host))
     except ValueError:
-        return False
-    return True
+        return None
+    return host if len(host) <= 253 else None
 
 
 RESERVED = frozenset(
@@ -147,5 +153,6 @@ _URL = re.compile(
     rf"[A-Za-z]+://(?P<host>{_LABEL}(?:\.{_LABEL})*|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{{1,5}}))?"
     rf"(?P<path>/{_PATH})?(?P<query>\?(?:{_PATH}|\?)*)?"
 )
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
 _NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _VALUE = re.compile(r"(?:[\x21-\x7e](?:[\t\x20-\x7e]*[\x21-\x7e])?)?")

@@ -32,7 +32,7 @@ def retry_after(headers: httpx.Headers) -> timedelta | None:
     """
     value = headers.get("retry-after", "").strip()
     if value.isascii() and value.isdecimal():
-        return timedelta(seconds=min(int(value[:10]), _LONGEST))
+        return timedelta(seconds=min(int(value.lstrip("0")[:10] or 0), _LONGEST))
     until, now = _date(value), _date(headers.get("date", "")) or datetime.now(UTC)
     if until is None or until <= now:
         return None
@@ -56,6 +56,6 @@ _LONGEST = 7 * 86_400
 def _date(value: str) -> datetime | None:
     try:
         parsed = parsedate_to_datetime(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return parsed if parsed.tzinfo is not None else parsed.replace(tzinfo=UTC)

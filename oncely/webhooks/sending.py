@@ -71,7 +71,12 @@ class WebhookSender:
             request = httpx.Request(
                 "POST",
                 content.url,
-                headers=[*_defaults(content), *content.headers, *self.signer.sign(message)],
+                headers=[
+                    ("Host", destination.authority),  # httpx would decode it, which not every name bears
+                    *_defaults(content),
+                    *content.headers,
+                    *self.signer.sign(message),
+                ],
                 content=content.body,
                 extensions={"target": destination.target.encode()},
             )
@@ -87,6 +92,8 @@ _PATIENCE = 1.0
 """Seconds for the answer's body, of which nothing is kept."""
 
 _ENOUGH = 16_384
+_LEAST = 256
+"""What a chunk counts at least, in bytes: a million tiny ones are a million times the work."""
 
 
 def _defaults(content: Content) -> list[tuple[str, str]]:
@@ -104,6 +111,6 @@ async def _read_some(response: httpx.Response) -> None:
     with contextlib.suppress(TimeoutError, httpx.TransportError):
         async with asyncio.timeout(_PATIENCE):
             async for chunk in response.stream:
-                size += len(chunk)
+                size += max(len(chunk), _LEAST)
                 if size >= _ENOUGH:
                     break

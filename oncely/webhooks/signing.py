@@ -13,7 +13,7 @@ import hashlib
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Protocol
 from uuid import UUID
 
@@ -104,6 +104,8 @@ class HttpSignatures:
             signature_algorithm=ED25519,
             key_resolver=MappingKeyResolver(public_keys={}, private_keys={key_id: private_key}),
         )
+        # An id or tag that cannot be written is found out now, instead of at every message.
+        self.sign(Message(UUID(int=0), datetime.now(UTC), "https://oncely.invalid/", (), b""))
 
     def sign(self, message: Message) -> list[tuple[str, str]]:
         """`webhook-id`, `webhook-timestamp`, `Content-Digest`, `Signature-Input` and `Signature`."""

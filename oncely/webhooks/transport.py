@@ -157,11 +157,13 @@ class PinnedConnection(httpx.AsyncBaseTransport):
             end = self._http.send(h11.EndOfMessage())
         except h11.LocalProtocolError as error:
             raise httpx.LocalProtocolError("the request cannot be sent") from error
+        if asyncio.get_running_loop().time() >= self._ends_at:
+            raise httpx.WriteTimeout("the deadline passed before the request")
         # Not waited for: an endpoint may answer before it has read everything.
         self._writer.write(b"".join(part for part in (head, data, end) if part))
-        event = await self.next_event()
-        while isinstance(event, h11.InformationalResponse):
-            event = await self.next_event()
+        event, before = await self.next_event(), 0
+        while isinstance(event, h11.InformationalResponse) and before < _MOST_INTERIM_ANSWERS:
+            event, before = await self.next_event(), before + 1
         if not isinstance(event, h11.Response):
             raise httpx.RemoteProtocolError("there was no answer")
         return httpx.Response(event.status_code, headers=event.headers.raw_items(), stream=_Body(self))
@@ -214,6 +216,7 @@ _Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 _LOUD = "private addresses are allowed: a webhook may reach into this network. For tests only"
 _MOST_ADDRESSES = 4
 _LARGEST_HEAD = 32_768
+_MOST_INTERIM_ANSWERS = 16
 _CHUNK = 16_384
 _GOODBYE = 0.5
 """Seconds."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
+import h11
 import httpx
 import pytest
 
@@ -18,6 +19,7 @@ from oncely.errors import AddressRefused
 from oncely.webhooks import PinnedTransport, PrivateAddressesAllowed, WebhookSender
 from oncely.webhooks.sealing import Content
 from oncely.webhooks.sending import Reply
+from oncely.webhooks.transport import PinnedConnection
 from tests.waiting import until
 from tests.webhooks import Answer, Endpoint, Received, endpoint, sender, trusting
 
@@ -108,7 +110,8 @@ async def test_no_connection_is_made_when_any_address_is_not_public(
 
 
 @pytest.mark.parametrize(
-    "host", ["127.0.0.1", "[::1]", "2130706433", "0x7f000001", "0", "[::ffff:127.0.0.1]"]
+    "host",
+    ["127.0.0.1", "[::1]", "0.0.0.0", "[::ffff:127.0.0.1]"],
 )
 async def test_numbers_in_the_address_are_checked_as_the_system_reads_them(
     server: Endpoint, host: str
@@ -318,6 +321,52 @@ async def test_what_comes_before_the_answer_is_passed_over(server: Endpoint) -> 
     )
     server.script = lambda received, writer: say(writer, data)
     assert await post(sender(server), server.url()) == Reply(503, timedelta(seconds=7))
+
+
+async def test_what_comes_before_the_answer_without_an_end_is_no_answer(server: Endpoint) -> None:
+    """Every one of them costs time that the other endpoints need."""
+
+    async def storm(received: Received, writer: asyncio.StreamWriter) -> None:
+        while not writer.is_closing():
+            writer.write(b"HTTP/1.1 100 .\r\n\r\n" * 1_000)
+            await writer.drain()
+
+    server.script = storm
+    with pytest.raises(httpx.RemoteProtocolError):
+        await post(sender(server), server.url())
+
+
+async def test_an_answer_in_tiny_pieces_is_not_read_for_long(
+    server: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[h11.Event] = []
+    next_event = PinnedConnection.next_event
+
+    async def counted(connection: PinnedConnection) -> h11.Event:
+        read.append(await next_event(connection))
+        return read[-1]
+
+    monkeypatch.setattr(PinnedConnection, "next_event", counted)
+    head = b"HTTP/1.1 200 .\r\ntransfer-encoding: chunked\r\n\r\n"
+    server.script = lambda received, writer: say(writer, head + b"1\r\nx\r\n" * 16_384)
+    assert await post(sender(server), server.url()) == Reply(200)
+    assert len(read) == 1 + 64
+
+
+async def test_a_name_that_only_looks_international_is_sent_to(server: Endpoint) -> None:
+    """A snowman is no letter to IDNA 2008, but there are such names."""
+    assert await post(sender(server), server.url(host="xn--n3h.example.com")) == Reply(204)
+    assert [request.host for request in server.requests] == ["xn--n3h.example.com"]
+
+
+async def test_nothing_is_sent_when_the_deadline_passes_before_the_last_word(server: Endpoint) -> None:
+    class Slow(Attempt):
+        async def confirm(self) -> None:
+            await asyncio.sleep(0.5)
+
+    with pytest.raises(httpx.WriteTimeout):
+        await post(sender(server, deadline=timedelta(seconds=0.4)), server.url(), attempt=Slow())
+    assert server.requests == []
 
 
 async def test_an_answer_before_the_request_was_read_counts() -> None:

@@ -101,6 +101,25 @@ async def test_one_name_is_looked_up_once_for_all_who_ask_and_keeps_nobody_else_
     assert asked.count(b"slow.example") == 2
 
 
+async def test_a_thread_that_does_not_start_spoils_no_later_look_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, **_: [(0, 0, 0, "", ("192.0.2.7", port))])
+    lookup = SystemLookup()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _refuse)
+        with pytest.raises(RuntimeError):
+            await lookup("a.example", 443)
+    async with asyncio.timeout(5):
+        assert await lookup("a.example", 443) == ["192.0.2.7"]
+
+
+async def test_a_look_up_that_fails_in_another_way_is_told_of_too() -> None:
+    async with asyncio.timeout(5):
+        with pytest.raises(UnicodeEncodeError):
+            await SystemLookup()("bücher.example", 443)
+
+
 async def test_a_name_that_fails_raises_for_all_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(host: bytes, port: int, **options: Any) -> list[Any]:
         raise socket.gaierror(socket.EAI_NONAME, "no such name")
@@ -110,3 +129,7 @@ async def test_a_name_that_fails_raises_for_all_who_asked(monkeypatch: pytest.Mo
     asked = (lookup("a.example", 443) for _ in range(3))
     failed = await asyncio.gather(*asked, return_exceptions=True)
     assert [type(error) for error in failed] == [socket.gaierror] * 3
+
+
+def _refuse(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

@@ -181,3 +181,9 @@ def test_keys_may_be_pem_and_wrong_ones_are_refused_at_once() -> None:
         HttpSignatures(b"no key", key_id="k")
     with pytest.raises(ValueError):
         HttpSignaturesVerifier({"k": b"no key"})
+
+
+@pytest.mark.parametrize("names", [{"key_id": "ключ"}, {"key_id": "k\n"}, {"key_id": "k", "tag": "é"}])
+def test_an_id_or_tag_that_no_header_can_say_is_refused_at_once(names: dict[str, str]) -> None:
+    with pytest.raises(ValueError):
+        HttpSignatures(PRIVATE, **names)  # type: ignore[arg-type]  # key_id is among them

@@ -34,6 +34,7 @@ def test_every_status_has_a_meaning() -> None:
         ("604800", WEEK),
         ("99999999", WEEK),
         ("9" * 400, WEEK),
+        ("0" * 20 + "5", timedelta(seconds=5)),
         ("", None),
         ("-1", None),
         ("1.5", None),
@@ -46,6 +47,8 @@ def test_every_status_has_a_meaning() -> None:
         ("Wed, 21 Oct 2020 07:28:00 GMT", None),
         ("Wed, 21 Oct 2099 07:28:00 GMT", WEEK),
         ("Wed, 99 Oct 2026 07:28:00 GMT", None),
+        ("Wed, 21 Oct 2026 07:28:00 +99999999999999999", None),
+        ("Wed, 21 Oct 2026 07:28:099999999999 GMT", None),
     ],
 )
 def test_retry_after_in_seconds_or_as_a_date_by_the_answers_own_clock(
@@ -53,6 +56,12 @@ def test_retry_after_in_seconds_or_as_a_date_by_the_answers_own_clock(
 ) -> None:
     headers = httpx.Headers({b"retry-after": value.encode(), b"date": b"Wed, 21 Oct 2026 07:28:00 GMT"})
     assert retry_after(headers) == wanted
+
+
+def test_a_date_out_of_all_bounds_is_no_date() -> None:
+    date = "Wed, 21 Oct 2026 07:28:00 +99999999999999999"
+    headers = httpx.Headers({"retry-after": "Wed, 21 Oct 2099 07:28:00 GMT", "date": date})
+    assert retry_after(headers) == WEEK
 
 
 def test_without_a_date_of_its_own_this_machines_clock_counts() -> None:

@@ -115,6 +115,9 @@ def test_a_verifier_takes_what_others_sign() -> None:
         (lambda headers: headers.update({"webhook-timestamp": "٣"}), "malformed"),
         (lambda headers: headers.update({"webhook-timestamp": "9" * 400}), "malformed"),
         (lambda headers: headers.update({"webhook-timestamp": "0"}), "untimely"),
+        (lambda headers: headers.update({"webhook-id": "\udcff"}), "malformed"),
+        (lambda headers: headers.update({"webhook-timestamp": "\udcff"}), "malformed"),
+        (lambda headers: headers.update({"webhook-signature": "v1,\udcff"}), "mismatch"),
         (lambda headers: headers.update({"webhook-signature": ""}), "mismatch"),
         (lambda headers: headers.update({"webhook-signature": "v1,é v2, ,"}), "mismatch"),
         (
