@@ -31,7 +31,7 @@ from oncely.errors import (
 from oncely.event import Event, NewEvent
 from oncely.idempotency import Answer, IdempotencyKeys, Outcome, fingerprint, is_retryable, is_valid_key
 from oncely.inbox import Inbox
-from oncely.outbox import Outbox
+from oncely.outbox import DeadEvent, Outbox, OutboxStats
 from oncely.relay import Relay, RelayResult
 from oncely.retention import Retention
 from oncely.worker import Worker
@@ -41,6 +41,7 @@ __all__ = [
     "Answer",
     "CancelUnsafe",
     "ClaimLost",
+    "DeadEvent",
     "DedupKeyReused",
     "EffectFailed",
     "EffectLost",
@@ -60,6 +61,7 @@ __all__ = [
     "NoTransaction",
     "OncelyError",
     "Outbox",
+    "OutboxStats",
     "Outcome",
     "PublishFailed",
     "PublisherUnavailable",

@@ -7,17 +7,18 @@ bounded statement and pass over rows that somebody has locked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import ARRAY, DateTime, Integer, Table, Text, Uuid
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import ARRAY, CursorResult, DateTime, Integer, Table, Text, Uuid
 from sqlalchemy.types import TypeEngine
 
+from oncely.arguments import check_count, check_text, check_time, ids_of
 from oncely.statement import Statement
+from oncely.transaction import Caller, execute
 
 __all__ = ["DeadEvent", "DeadLetters", "Which"]
 
@@ -52,14 +53,14 @@ class Which:
     limit: int
 
     def parameters(self) -> dict[str, Any]:
-        """The values of the statements' parameters. ValueError for a time without a time zone."""
-        for name, time in (("since", self.since), ("until", self.until)):
-            if time is not None and time.utcoffset() is None:
-                raise ValueError(f"{name} is a time without a time zone")
-        if self.limit < 1:
-            raise ValueError(f"limit must be 1 or more, not {self.limit}")
+        """The values of the statements' parameters, checked: see `oncely.arguments`."""
+        check_text(self.topic, "topic")
+        check_text(self.error, "error")
+        check_time(self.since, "since")
+        check_time(self.until, "until")
+        check_count(self.limit, "limit")
         return {
-            "ids": None if self.ids is None else list(self.ids),
+            "ids": ids_of(self.ids),
             "topic": self.topic,
             "error": self.error,
             "since": self.since,
@@ -72,22 +73,32 @@ class DeadLetters:
     """What an operator does with the dead events of one outbox table."""
 
     def __init__(self, events: Table) -> None:
+        self._table = events
         tables = {"outbox": events}
+        self._ids = Statement(_IDS, tables, _WHICH)
         self._list = Statement(_LIST, tables, _WHICH)
         self._replay = Statement(_REPLAY, tables, _WHICH)
         self._discard = Statement(_DISCARD, tables, _WHICH)
 
-    async def list(self, connection: AsyncConnection, which: Which) -> list[DeadEvent]:
+    async def list(self, session: Caller, which: Which) -> list[DeadEvent]:
         """The chosen events, first in line first."""
-        return [DeadEvent(*row) for row in await connection.execute(self._list, which.parameters())]
+        rows = (await self._execute(session, self._list, which)).mappings()
+        return [DeadEvent(**row) for row in rows]
 
-    async def replay(self, connection: AsyncConnection, which: Which) -> int:
+    async def ids(self, session: Caller, which: Which) -> Sequence[UUID]:
+        """The ids of the chosen events, first in line first."""
+        return (await self._execute(session, self._ids, which)).scalars().all()
+
+    async def replay(self, session: Caller, which: Which) -> int:
         """Make the chosen events due at once, with one try counted; returns how many."""
-        return int((await connection.execute(self._replay, which.parameters())).scalar_one())
+        return int((await self._execute(session, self._replay, which)).scalar_one())
 
-    async def discard(self, connection: AsyncConnection, which: Which) -> int:
+    async def discard(self, session: Caller, which: Which) -> int:
         """Delete the chosen events; returns how many."""
-        return int((await connection.execute(self._discard, which.parameters())).scalar_one())
+        return int((await self._execute(session, self._discard, which)).scalar_one())
+
+    async def _execute(self, session: Caller, statement: Statement, which: Which) -> CursorResult[Any]:
+        return await execute(session, self._table, statement, which.parameters())
 
 
 _WHICH: dict[str, TypeEngine[Any] | type[TypeEngine[Any]]] = {
@@ -110,7 +121,12 @@ _CHOSEN = """
     ORDER BY position LIMIT :limit
 """
 
-_LIST = f"SELECT id, topic, key, payload::text, attempts, last_error, created_at, dead_at {_CHOSEN}"
+_LIST = f"""
+SELECT id, topic, key, payload::text AS payload_json, attempts, last_error AS error, created_at, dead_at
+{_CHOSEN}
+"""
+
+_IDS = f"SELECT id {_CHOSEN}"
 
 _REPLAY = f"""
 WITH chosen AS MATERIALIZED (SELECT id {_CHOSEN} FOR UPDATE SKIP LOCKED),

@@ -19,12 +19,14 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TypeAlias
 
 from sqlalchemy import Integer, MetaData, Table, Text
 
 from oncely.answer import Answer, Body, Outcome, read_answer
+from oncely.arguments import check_count
 from oncely.claim import NAME, Claim, check_ttl
 from oncely.errors import InvalidKey, KeyInFlight, Refused
 from oncely.event import check_key
@@ -32,12 +34,14 @@ from oncely.gate import Gate, Miss, Request, fingerprint
 from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
 from oncely.tables import idempotency_table
-from oncely.transaction import Caller, is_retryable, join, owner_of
+from oncely.transaction import Caller, execute, is_retryable, join, owner_of
 
 __all__ = [
     "Answer",
     "Claim",
     "IdempotencyKeys",
+    "KeyRecord",
+    "KeyStats",
     "Outcome",
     "Work",
     "fingerprint",
@@ -47,6 +51,30 @@ __all__ = [
 
 Work: TypeAlias = Callable[[], Awaitable[Answer | tuple[int, Body]]]
 """What a key guards: an async callable without arguments that returns `(status, body)` or an Answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRecord:
+    """A key as it is stored, as an operator sees it. `answer` is None for a key without one.
+
+    `expired`: its ttl had run out when it was read, so that it is free for the next request.
+    """
+
+    scope: str
+    key: str
+    answer: Outcome | None
+    created_at: datetime
+    expires_at: datetime | None
+    expired: bool
+
+
+@dataclass(frozen=True, slots=True)
+class KeyStats:
+    """How many keys are stored, how many of those were committed without an answer, and since when."""
+
+    stored: int
+    unanswered: int
+    oldest_at: datetime | None
 
 
 class IdempotencyKeys:
@@ -65,6 +93,8 @@ class IdempotencyKeys:
         tables = {"keys": self.table}
         self._gate = Gate(self.table)
         self._get = Statement(_GET, tables, {**NAME})
+        self._record = Statement(_RECORD, tables, {**NAME})
+        self._stats = Statement(_STATS, tables, {"at_most": Integer})
         self._forget_key = Statement(_FORGET + " AND key = :key", tables, {**NAME})
         self._forget_scope = Statement(_FORGET, tables, {"scope": Text})
         self._prune = Statement(
@@ -159,6 +189,33 @@ class IdempotencyKeys:
         row = (await connection.execute(self._get, {"scope": scope, "key": key})).first()
         return None if row is None else read_answer(*row)
 
+    async def record(self, session: Caller, *, scope: str, key: str) -> KeyRecord | None:
+        """What is stored of this key, also when it has no answer or has expired; None when nothing is."""
+        check_key(scope, "scope")
+        check_key(key, "key")
+        found = await execute(session, self.table, self._record, {"scope": scope, "key": key})
+        row = found.mappings().first()
+        if row is None:
+            return None
+        stored = (row["response_code"], row["headers"], row["response_body"], row["response_bytes"])
+        return KeyRecord(
+            scope=scope,
+            key=key,
+            answer=None if row["response_code"] is None else read_answer(*stored),
+            created_at=row["created_at"],
+            expires_at=row["expires_at"],
+            expired=row["expired"],
+        )
+
+    async def stats(self, session: Caller, *, at_most: int = 100_000) -> KeyStats:
+        """Counts of the stored keys, by one statement.
+
+        A count that has reached `at_most` may be higher: so far it was counted.
+        """
+        check_count(at_most, "at_most")
+        found = await execute(session, self.table, self._stats, {"at_most": at_most})
+        return KeyStats(**found.mappings().one())
+
     async def forget(self, session: Caller, *, scope: str, key: str | None = None) -> int:
         """Make this key, or all of the scope, free once the caller commits; returns how many.
 
@@ -227,6 +284,19 @@ SELECT response_code, CAST(response_headers AS text), response_body, response_by
 FROM {keys}
 WHERE scope = :scope AND key = :key AND response_code IS NOT NULL
   AND (expires_at IS NULL OR expires_at > statement_timestamp())
+"""
+
+_RECORD = """
+SELECT response_code, CAST(response_headers AS text) AS headers, response_body, response_bytes,
+       created_at, expires_at, coalesce(expires_at <= statement_timestamp(), false) AS expired
+FROM {keys}
+WHERE scope = :scope AND key = :key
+"""
+
+_STATS = """
+SELECT count(*) AS stored, count(*) FILTER (WHERE response_code IS NULL) AS unanswered,
+       least((SELECT min(created_at) FROM {keys} WHERE expires_at IS NULL), min(created_at)) AS oldest_at
+FROM (SELECT response_code, created_at FROM {keys} LIMIT :at_most) AS counted
 """
 
 _FORGET = """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
 
@@ -17,6 +18,7 @@ from sqlalchemy.event import listen, remove
 from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction, AsyncTransaction
 from sqlalchemy.orm import Session
 
+from oncely.arguments import check_count, check_id
 from oncely.errors import InvalidKey, TransactionEnded
 from oncely.event import Event, Handler, check_key
 from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
@@ -24,7 +26,16 @@ from oncely.statement import Statement
 from oncely.tables import inbox_table
 from oncely.transaction import Caller, Sessionmaker, execute, join, owner_of
 
-__all__ = ["Inbox"]
+__all__ = ["Inbox", "InboxStats"]
+
+
+@dataclass(frozen=True, slots=True)
+class InboxStats:
+    """How many rows there are, one for each consumer and event, and when the first and last were written."""
+
+    handled: int
+    oldest_at: datetime | None
+    newest_at: datetime | None
 
 
 class Inbox:
@@ -40,6 +51,7 @@ class Inbox:
         self.table = inbox_table(metadata, table_name, schema)
         tables = {"inbox": self.table}
         self._insert = Statement(_INSERT, tables, {"consumer": Text, "event_id": Uuid})
+        self._stats = Statement(_STATS, tables, {"at_most": Integer})
         self._prune = Statement(
             _PRUNE.replace("/* cutoff */", CUTOFF_TIME), tables, CUTOFF | {"limit": Integer}
         )
@@ -63,6 +75,8 @@ class Inbox:
         catches the error of a flush, with which SQLAlchemy rolls back.
         """
         _check_consumer(consumer)
+        if not isinstance(event, Event):
+            check_id(event, "event")
         await join(session, self.table)
         async with session.begin_nested() as savepoint:
             if not await self._is_first(session, event, consumer):
@@ -92,6 +106,15 @@ class Inbox:
                         await handle(session, event)
 
         return handle_once
+
+    async def stats(self, session: Caller, *, at_most: int = 100_000) -> InboxStats:
+        """Counts of what was handled, by one statement.
+
+        A count that has reached `at_most` may be higher: so far it was counted.
+        """
+        check_count(at_most, "at_most")
+        found = await execute(session, self.table, self._stats, {"at_most": at_most})
+        return InboxStats(**found.mappings().one())
 
     async def prune(
         self, session: Caller, *, older_than: timedelta | datetime, limit: int | None = None
@@ -153,6 +176,11 @@ def _check_consumer(consumer: str) -> None:
 # back, this one is first.
 _INSERT = """
 INSERT INTO {inbox} (consumer, event_id) VALUES (:consumer, :event_id) ON CONFLICT DO NOTHING
+"""
+
+_STATS = """
+SELECT (SELECT count(*) FROM (SELECT FROM {inbox} LIMIT :at_most) AS counted) AS handled,
+       (SELECT min(handled_at) FROM {inbox}) AS oldest_at, (SELECT max(handled_at) FROM {inbox}) AS newest_at
 """
 
 _PRUNE = """

@@ -18,6 +18,7 @@ from uuid import UUID
 
 from sqlalchemy import Integer, MetaData, Table, Uuid
 
+from oncely.arguments import check_count, check_id
 from oncely.deadletters import DeadEvent, DeadLetters, Which
 from oncely.emission import Emission
 from oncely.errors import CancelUnsafe, ClaimLost, PublishFailed
@@ -125,6 +126,7 @@ class Outbox:
         False: it is being sent, was tried, sent or cancelled before, or another transaction has it.
         Raises CancelUnsafe above READ COMMITTED, where the answer could come from an old snapshot.
         """
+        check_id(event_id, "event_id")
         connection = await join(session, self.table)
         isolation, claimed = (await connection.execute(self._claimed, {"id": event_id})).one()
         if isolation not in ("read committed", "read uncommitted"):
@@ -155,8 +157,7 @@ class Outbox:
         the error goes on; after PublishFailed, what the publisher did send is marked first.
         Raises ClaimLost when the batch was sent but could not be marked in time.
         """
-        if batch < 1:
-            raise ValueError(f"batch must be 1 or more, not {batch}")
+        check_count(batch, "batch")
         if lease <= timedelta(0):
             raise ValueError(f"lease must be positive, not {lease}")
 
@@ -215,14 +216,14 @@ class Outbox:
 
         A count that has reached `at_most` may be higher: so far it was counted.
         """
-        if at_most < 1:
-            raise ValueError(f"at_most must be 1 or more, not {at_most}")
+        check_count(at_most, "at_most")
         return await self._statistics.look(await join(session, self.table), at_most=at_most)
 
     async def dead(
         self,
         session: Caller,
         *,
+        ids: Iterable[UUID] | None = None,
         topic: str | None = None,
         error: str | None = None,
         since: datetime | None = None,
@@ -233,8 +234,23 @@ class Outbox:
 
         `error` is the name of an error's class, `since` and `until` bound the time of death.
         """
-        which = Which(topic=topic, error=error, since=since, until=until, limit=limit)
-        return await self._dead_letters.list(await join(session, self.table), which)
+        which = Which(ids=ids, topic=topic, error=error, since=since, until=until, limit=limit)
+        return await self._dead_letters.list(session, which)
+
+    async def dead_ids(
+        self,
+        session: Caller,
+        *,
+        ids: Iterable[UUID] | None = None,
+        topic: str | None = None,
+        error: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        limit: int = 10_000,
+    ) -> Sequence[UUID]:
+        """The ids of the dead events that `replay` or `discard` would take, without their payloads."""
+        which = Which(ids=ids, topic=topic, error=error, since=since, until=until, limit=limit)
+        return await self._dead_letters.ids(session, which)
 
     async def replay(
         self,
@@ -252,7 +268,7 @@ class Outbox:
         Returns how many; when that is `limit`, there may be more.
         """
         which = Which(ids=ids, topic=topic, error=error, since=since, until=until, limit=limit)
-        return await self._dead_letters.replay(await join(session, self.table), which)
+        return await self._dead_letters.replay(session, which)
 
     async def discard(
         self,
@@ -267,7 +283,7 @@ class Outbox:
     ) -> int:
         """Delete dead events: those that match all that is given, or all; returns how many."""
         which = Which(ids=ids, topic=topic, error=error, since=since, until=until, limit=limit)
-        return await self._dead_letters.discard(await join(session, self.table), which)
+        return await self._dead_letters.discard(session, which)
 
     async def prune(
         self, session: Caller, *, older_than: timedelta | datetime, limit: int | None = None

@@ -17,6 +17,7 @@ from sqlalchemy import DateTime, Interval, Table
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.types import TypeEngine
 
+from oncely.arguments import check_count, check_time
 from oncely.backoff import Backoff
 from oncely.loop import run_loop
 from oncely.transaction import Sessionmaker, is_passing
@@ -133,15 +134,14 @@ def cutoff_parameters(older_than: timedelta | datetime) -> dict[str, Any]:
         if older_than < timedelta(0):
             raise ValueError(f"older_than is below zero: {older_than}")
         return {"cutoff": None, "age": min(older_than, _LONGEST_AGE)}
-    if older_than.utcoffset() is None:
-        raise ValueError("older_than is a time without a time zone")
+    check_time(older_than, "older_than")
     return {"cutoff": older_than, "age": None}
 
 
 async def delete_in_batches(delete: Callable[[int], Awaitable[int]], limit: int | None) -> int:
     """Call `delete` with a batch's size until it deletes fewer or `limit` is reached; returns the sum."""
-    if limit is not None and limit < 0:
-        raise ValueError(f"limit is below zero: {limit}")
+    if limit is not None:
+        check_count(limit, "limit", least=0)
     total = 0
     while limit is None or total < limit:
         size = BATCH if limit is None else min(BATCH, limit - total)

@@ -8,7 +8,7 @@ alive meanwhile, `table_store.py` writes. Read `store.py` first: it says what ma
 
 from oncely.effects.effects import Effects
 from oncely.effects.once import Once
-from oncely.effects.record import NOT_HAPPENED, EffectRecord, NotHappened, Status
+from oncely.effects.record import NOT_HAPPENED, EffectRecord, EffectStats, NotHappened, Status
 from oncely.effects.run import Call, TokenVerify, Verify
 from oncely.effects.store import Store
 
@@ -16,6 +16,7 @@ __all__ = [
     "NOT_HAPPENED",
     "Call",
     "EffectRecord",
+    "EffectStats",
     "Effects",
     "NotHappened",
     "Once",

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from oncely.event import decode_json
 
-__all__ = ["NOT_HAPPENED", "EffectRecord", "NotHappened", "Status"]
+__all__ = ["NOT_HAPPENED", "EffectRecord", "EffectStats", "NotHappened", "Status"]
 
 
 class Status(StrEnum):
@@ -64,3 +64,13 @@ class EffectRecord:
     def result(self) -> Any:
         """What the call returned, as JSON values; None also while there is no result."""
         return None if self.result_json is None else decode_json(self.result_json)
+
+
+@dataclass(frozen=True, slots=True)
+class EffectStats:
+    """How many records are in each state. `unknown` counts those, too, whose owner's time has run out."""
+
+    pending: int
+    unknown: int
+    failed: int
+    done: int

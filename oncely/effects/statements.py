@@ -14,6 +14,7 @@ from typing import Any
 from sqlalchemy import (
     Delete,
     Executable,
+    ScalarSelect,
     Select,
     Table,
     Text,
@@ -23,6 +24,8 @@ from sqlalchemy import (
     delete,
     false,
     func,
+    literal,
+    not_,
     null,
     or_,
     select,
@@ -132,6 +135,24 @@ def records(table: Table, statuses: Collection[Status], limit: int | None) -> Se
         # Said a second time, as the index on open records has it.
         found = found.where(table.c.status.in_([status.value for status in OPEN]))
     return found
+
+
+def stats(table: Table, at_most: int) -> Executable:
+    """How many records are pending, unknown, failed and done now, none counted beyond `at_most`."""
+    # That the record is open is said apart, as the index on open records has it.
+    is_open = table.c.status.in_([status.value for status in OPEN])
+    is_owned = and_(table.c.status == Status.PENDING.value, not_(_is_stale(table)))
+
+    def count(name: str, *conditions: ColumnElement[bool]) -> ScalarSelect[int]:
+        some = select(literal(1)).select_from(table).where(*conditions).limit(at_most).subquery(name)
+        return select(func.count()).select_from(some).scalar_subquery()
+
+    return select(
+        count("pending", is_open, is_owned).label("pending"),
+        count("unknown", is_open, not_(is_owned)).label("unknown"),
+        count("failed", table.c.status == Status.FAILED.value).label("failed"),
+        count("done", table.c.status == Status.DONE.value).label("done"),
+    )
 
 
 def purge(

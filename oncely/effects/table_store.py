@@ -18,8 +18,9 @@ from sqlalchemy import CursorResult, Executable, RowMapping, Table
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
+from oncely.arguments import check_count
 from oncely.effects import statements
-from oncely.effects.record import EffectRecord, Status
+from oncely.effects.record import EffectRecord, EffectStats, Status
 from oncely.effects.store import FINISHED, OPEN, Store, new_token
 from oncely.event import check_key, encode_json
 from oncely.loop import complete
@@ -52,7 +53,7 @@ class TableStore(Store):
         check_duration(stale_after, "stale_after")
         self.table = table
         self.stale_after = stale_after
-        self._sessionmaker = _sessionmaker(sessionmaker)
+        self.sessionmaker = _sessionmaker(sessionmaker)
         self._claim = statements.claim(table)
         self._extend = statements.extend(table)
         self._finish = statements.finish(table)
@@ -65,7 +66,7 @@ class TableStore(Store):
     def bind(self, sessionmaker: Sessionmaker | AsyncEngine) -> Self:
         """The same on the same table in another database."""
         bound = copy.copy(self)
-        bound._sessionmaker = _sessionmaker(sessionmaker)  # noqa: SLF001  of our own class
+        bound.sessionmaker = _sessionmaker(sessionmaker)
         return bound
 
     async def claim(self, key: str, args_hash: bytes, *, provider_token: str | None = None) -> str | None:
@@ -151,9 +152,20 @@ class TableStore(Store):
         self, statuses: Collection[Status] | None = None, limit: int | None = None
     ) -> list[EffectRecord]:
         wanted = OPEN if statuses is None else frozenset(map(Status, statuses))
+        if limit is not None:
+            check_count(limit, "limit", least=0)
         found = await self._execute(statements.records(self.table, wanted, limit), _records)
         # The clock goes on within the statement: one may have turned unknown since it was chosen.
         return [record for record in found if record.status in wanted]
+
+    async def stats(self, *, at_most: int = 100_000) -> EffectStats:
+        """How many records are in each state, by one statement; no count goes beyond `at_most`."""
+        check_count(at_most, "at_most")
+
+        def read(result: CursorResult[Any]) -> EffectStats:
+            return EffectStats(**result.mappings().one())
+
+        return await self._execute(statements.stats(self.table, at_most), read)
 
     async def purge(
         self,
@@ -168,6 +180,8 @@ class TableStore(Store):
         wanted = frozenset(map(Status, statuses))
         if not wanted <= FINISHED:
             raise ValueError(f"only finished records are purged, not {', '.join(sorted(wanted - FINISHED))}")
+        if limit is not None:
+            check_count(limit, "limit", least=0)
         return await self._execute(statements.purge(self.table, age, wanted, limit), _count)
 
     async def delete(self, key: str, *, token: str | None = None) -> bool:
@@ -192,9 +206,9 @@ class TableStore(Store):
         read: Callable[[CursorResult[Any]], _T],
         parameters: Mapping[str, object],
     ) -> _T:
-        if self._sessionmaker is None:
+        if self.sessionmaker is None:
             raise RuntimeError(f"{self.table.name} is on no database: pass sessionmaker=, or use bind()")
-        async with self._sessionmaker() as session:
+        async with self.sessionmaker() as session:
             dialect = session.get_bind(clause=self.table).dialect.name
             if dialect not in _ISOLATION:
                 raise ValueError(f"effects run on PostgreSQL and SQLite, not on {dialect}")

@@ -109,6 +109,7 @@ class StreamConsumer:
                 raise ValueError(f"{name} must be 1 or more, not {value}")
         if grace <= timedelta(0):
             raise ValueError(f"grace must be positive, not {grace}")
+        self.redis = redis
         self.stream = stream
         self.group = group
         self.consumer = consumer if consumer is not None else _own_name()

@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 
 from oncely.event import Event
 from oncely.streams.letter import Letter, name_for, parse
-from oncely.streams.scripts import Client, Script
+from oncely.streams.scripts import Client, Script, execute
 from oncely.streams.wire import Fields, NotAnEvent, decode
 
 __all__ = ["DeadLetter", "DeadLetters"]
@@ -94,6 +94,10 @@ class DeadLetters:
         """
         which = _Which(ids=None, topic=topic, group=group, error=error, since=since, until=until, limit=limit)
         return [letter async for letter in self._find(which)]
+
+    async def length(self) -> int:
+        """How many entries the dead letters' stream has."""
+        return int(await execute(self._redis, "XLEN", self.dead_letter_stream))
 
     async def show(self, letter_id: str) -> DeadLetter | None:
         """The dead letter of this id, or None."""

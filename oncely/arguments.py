@@ -1,0 +1,62 @@
+"""What operators give as arguments, checked before any SQL: with a type and a sentence, not a driver's error.
+
+TypeError for what is of another type, ValueError for what is out of range, InvalidKey (a ValueError) for
+text that no column can hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import datetime
+from uuid import UUID
+
+from oncely.event import check_key
+
+__all__ = ["check_count", "check_id", "check_text", "check_time", "ids_of"]
+
+MOST = 2**31 - 1
+"""The largest count, an integer of PostgreSQL's."""
+
+
+def check_count(value: object, what: str, *, least: int = 1) -> None:
+    """Raise unless this is an int from `least` to 2,147,483,647; True is none."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{what} must be an int, not {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{what} must be {least} or more, not {value}")
+    if value > MOST:
+        raise ValueError(f"{what} must be {MOST:,} or less, not {value:,}")
+
+
+def check_id(value: object, what: str) -> None:
+    """Raise unless this is a UUID. Text is refused: what looks like an id may be another's."""
+    if not isinstance(value, UUID):
+        raise TypeError(f"{what} must be a UUID, not {type(value).__name__}")
+
+
+def ids_of(values: object) -> list[UUID] | None:
+    """The ids as a list; None, which is no choice, stays None, and nothing chosen is an empty list."""
+    if values is None:
+        return None
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(f"ids must be an iterable of UUIDs, not {type(values).__name__}")
+    ids = list(values)
+    for each in ids:
+        check_id(each, "each of ids")
+    return ids
+
+
+def check_text(value: object, what: str) -> None:
+    """Raise unless this is None, which is no choice, or text that a column can hold."""
+    if value is not None:
+        check_key(value, what)
+
+
+def check_time(value: object, what: str) -> None:
+    """Raise unless this is None, which is no bound, or a time with a time zone."""
+    if value is None:
+        return
+    if not isinstance(value, datetime):
+        raise TypeError(f"{what} must be a datetime, not {type(value).__name__}")
+    if value.utcoffset() is None:
+        raise ValueError(f"{what} is a time without a time zone")

@@ -1,0 +1,32 @@
+"""The commands, by name."""
+
+from __future__ import annotations
+
+import typer
+
+from oncely.cli.status import status
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="oncely",
+    help="""Look after outboxes, streams, inboxes, keys, effects and webhooks.
+
+    TARGET is an import string, package.module:attribute, of a Worker, of one of oncely's objects, or of
+    a list of them. Without one, oncely's tables are found in --database-url or ONCELY_DATABASE_URL.
+
+    Exit codes: 0 done; 1 something is wrong, not found or not confirmed; 2 wrong use of the command.
+    """,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps the name of a command even when there is only one."""
+
+
+app.command()(status)

@@ -1,0 +1,100 @@
+"""Failures: a line or two on stderr and an exit code; the traceback only for those who ask.
+
+0  done, also when there was nothing to do
+1  something is wrong: not found, not reachable, refused by the library, not confirmed
+2  the command was not understood: an option, an import string, no terminal to ask on
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Annotated, ParamSpec
+
+import typer
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+
+from oncely.errors import OncelyError
+from oncely.transaction import is_unavailable, sqlstates
+
+__all__ = ["WRONG", "WRONG_USE", "Failure", "explain", "reported"]
+
+_P = ParamSpec("_P")
+
+WRONG = 1
+WRONG_USE = 2
+
+
+class Failure(Exception):
+    """What a command says when it cannot go on, and the code that it exits with."""
+
+    def __init__(self, message: str, *, exit_code: int = WRONG) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+Verbose = Annotated[bool, typer.Option("--verbose", envvar="ONCELY_DEBUG", help="Show an error's traceback.")]
+
+
+def reported(command: Callable[_P, None]) -> Callable[..., None]:
+    """The command with an option `--verbose`, and its errors as lines on stderr."""
+
+    @functools.wraps(command)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        verbose = kwargs.pop("verbose", False)
+        try:
+            command(*args, **kwargs)
+        except (typer.Exit, typer.Abort, typer.BadParameter):
+            raise
+        except Exception as error:  # noqa: BLE001  every error is reported, here and nowhere else
+            if verbose:
+                traceback.print_exception(error)
+            print(f"oncely: {explain(error)}", file=sys.stderr)
+            raise typer.Exit(error.exit_code if isinstance(error, Failure) else WRONG) from None
+
+    parameters = add_parameters(command, {"verbose": (Verbose, False)})
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def add_parameters(
+    command: Callable[..., None], added: dict[str, tuple[object, object]], *, instead_of: str | None = None
+) -> list[inspect.Parameter]:
+    """The command's parameters for typer, with more of them: annotation and default by name."""
+    parameters = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for parameter in inspect.signature(command, eval_str=True).parameters.values()
+        if parameter.name != instead_of
+    ]
+    for name, (annotation, default) in added.items():
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+    return parameters
+
+
+def explain(error: BaseException) -> str:
+    """What is wrong, in a line or two, without SQL, parameters or addresses that hold a password."""
+    if isinstance(error, (Failure, OncelyError)):
+        return str(error)
+    if isinstance(error, DBAPIError):
+        said = _first_line(error.orig)
+        if is_unavailable(error):
+            return f"the database cannot be reached: {said}"
+        code = next(iter(sqlstates(error)), None)
+        return f"the database says: {said}" + (f" ({code})" if code else "")
+    if is_unavailable(error):
+        return f"the database cannot be reached: {_first_line(error)}"
+    if isinstance(error, SQLAlchemyError):
+        return f"{type(error).__name__}: {_first_line(error)}"
+    if isinstance(error, ValueError):
+        return _first_line(error)
+    return f"{type(error).__name__}: {_first_line(error)} (--verbose shows where)"
+
+
+def _first_line(error: BaseException | None) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

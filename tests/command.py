@@ -1,0 +1,152 @@
+"""The command `oncely` in tests: run in this process, on a module that stands for an application.
+
+ran = await oncely("status", shop.target(), "--json")
+assert (ran.exit_code, ran.json) == (0, …)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+from sqlalchemy import MetaData
+from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
+from typer.testing import CliRunner
+
+from oncely import Effects, IdempotencyKeys, Inbox, Outbox
+from oncely.cli.app import app
+from oncely.webhooks import Keyring, Webhooks
+from tests.database import Database
+from tests.outboxes import Sessions
+from tests.webhooks import KEY
+
+__all__ = ["Ran", "Shop", "oncely", "shop"]
+
+_MODULE = """
+from datetime import timedelta
+
+from redis.asyncio import Redis
+from sqlalchemy import MetaData
+from sqlalchemy.ext.asyncio import async_sessionmaker
+
+from oncely import Effects, IdempotencyKeys, Inbox, Outbox, Relay, Retention
+from oncely.streams import StreamConsumer, stream_publisher
+from oncely.webhooks import Keyring, Webhooks
+from tests.database import Database
+
+metadata = MetaData()
+outbox = Outbox(metadata)
+keys = IdempotencyKeys(metadata)
+inbox = Inbox(metadata)
+effects = Effects(metadata, stale_after=timedelta(seconds=30))
+webhooks = Webhooks(metadata, keyring=Keyring({{"one": bytes(range(32))}}, write="one"))
+
+sessions = async_sessionmaker(Database({url!r}, {schema!r}).engine())
+redis = Redis.from_url({redis_url!r})
+relay = Relay(outbox, sessions, stream_publisher(redis, {stream!r}))
+consumer = StreamConsumer(redis, stream={stream!r}, group="billing")
+retention = Retention(sessions, {{outbox: timedelta(days=7), keys: timedelta(days=1)}})
+
+
+class Worker:
+    services = (relay, consumer, retention)
+
+
+worker = Worker()
+everything = [worker, inbox, effects, webhooks]
+
+
+def make():
+    return everything
+
+
+async def make_later():
+    return everything
+
+
+def broken():
+    raise LookupError("no configuration")
+"""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a command ended."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.stdout)
+
+
+@dataclass(frozen=True)
+class Shop:
+    """An application, twice: as a module that the command imports, and as objects to fill its tables with."""
+
+    module: str
+    engine: AsyncEngine
+    sessions: Sessions
+    redis: Redis
+    stream: str
+    outbox: Outbox
+    keys: IdempotencyKeys
+    inbox: Inbox
+    effects: Effects
+    webhooks: Webhooks
+
+    def target(self, attribute: str = "everything") -> str:
+        """The import string of an attribute of the module."""
+        return f"{self.module}:{attribute}"
+
+
+async def oncely(*words: str, env: Mapping[str, str] | None = None, answer: str | None = None) -> Ran:
+    """Run the command, in a thread, since it has an event loop of its own. It finds no terminal."""
+    quiet = {"ONCELY_DATABASE_URL": None, "ONCELY_REDIS_URL": None, "ONCELY_DEBUG": None}
+    result = await asyncio.to_thread(
+        CliRunner().invoke, app, list(words), input=answer, env=quiet | dict(env or {}), prog_name="oncely"
+    )
+    return Ran(result.exit_code, result.stdout, result.stderr)
+
+
+@asynccontextmanager
+async def shop(
+    folder: Path, database: Database, engine: AsyncEngine, redis: Redis, redis_url: str, stream: str
+) -> AsyncIterator[Shop]:
+    """The application on this database and stream, its tables made."""
+    module = f"shop_{uuid.uuid4().hex}"
+    text = _MODULE.format(url=database.url, schema=database.schema, redis_url=redis_url, stream=stream)
+    (folder / f"{module}.py").write_text(text)
+    metadata = MetaData()
+    sessions = async_sessionmaker(engine)
+    made = Shop(
+        module=module,
+        engine=engine,
+        sessions=sessions,
+        redis=redis,
+        stream=stream,
+        outbox=Outbox(metadata),
+        keys=IdempotencyKeys(metadata),
+        inbox=Inbox(metadata),
+        effects=Effects(metadata, stale_after=timedelta(seconds=30), sessionmaker=sessions),
+        webhooks=Webhooks(metadata, keyring=Keyring({"one": KEY}, write="one")),
+    )
+    async with engine.begin() as connection:
+        await connection.run_sync(metadata.create_all)
+    sys.path.insert(0, str(folder))
+    try:
+        yield made
+    finally:
+        sys.path.remove(str(folder))
+        sys.modules.pop(module, None)
