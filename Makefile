@@ -2,13 +2,16 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: test demo check bench clean
+.PHONY: test demo faults check bench clean
 
 test: .venv/installed
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
 demo: .venv/installed
 	$(BIN)/python -m examples.shop.demo
+
+faults: .venv/installed
+	$(BIN)/python -m pytest -m faults --numprocesses 2 --dist loadfile
 
 check: .venv/installed
 	$(BIN)/ruff check .

@@ -44,18 +44,18 @@ _POOL_PAUSE = 0.002  # seconds
 class Script:
     """A Lua script, run by its digest. Replies are raw: lists, ints, bytes, None."""
 
-    __slots__ = ("_digest", "_text")
+    __slots__ = ("digest", "text")
 
     def __init__(self, text: str) -> None:
-        self._text = text
-        self._digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+        self.text = text
+        self.digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
     async def run(self, redis: Client, keys: Sequence[str], arguments: Iterable[str | bytes | int]) -> Any:
         rest = (len(keys), *keys, *arguments)
         try:
-            return await execute(redis, "EVALSHA", self._digest, *rest)
+            return await execute(redis, "EVALSHA", self.digest, *rest)
         except NoScriptError:
-            return await execute(redis, "EVAL", self._text, *rest)
+            return await execute(redis, "EVAL", self.text, *rest)
 
 
 async def execute(redis: Client, command: str, *words: str | bytes | int) -> Any:

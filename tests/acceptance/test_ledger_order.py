@@ -6,11 +6,10 @@ The simulation and its oracle are in `tests.ledger_oracle`. A run that fails nam
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 from oncely import NewEvent, Outbox
 from oncely.ledger import OnDead
 from tests.acceptance.relay_process import LEASE
-from tests.acceptance.test_relay_killed import starting
 from tests.database import Database
+from tests.forks import Forks, Process
 from tests.ledger_oracle import Simulation, Verdict
 from tests.outboxes import rows
 from tests.schemas import schemas_of_their_own
@@ -96,24 +95,24 @@ async def test_relay_processes_that_are_frozen_past_their_lease_and_killed_keep_
 
         await until(enough)
 
-    async def harass(relays: list[int], start: Callable[[], Awaitable[int]]) -> None:
+    async def harass(relays: list[Process], forks: Forks) -> None:
         for turn in range(6):
             await received_more(15)
             place = random.randrange(RELAYS)
             if turn % 2:
-                os.kill(relays[place], signal.SIGKILL)
-                relays[place] = await start()
+                relays[place].kill()
+                relays[place] = forks.start(database.url, str(broker))
                 continue
-            os.kill(relays[place], signal.SIGSTOP)
+            relays[place].kill(signal.SIGSTOP)
             await asyncio.sleep(LEASE.total_seconds() * 1.2)
-            os.kill(relays[place], signal.SIGCONT)
+            relays[place].kill(signal.SIGCONT)
 
     async def all_left() -> bool:
         return await rows(engine, "SELECT count(*) FROM outbox WHERE published_at IS NULL") == [(0,)]
 
-    async with starting(database.url, broker) as start:
-        relays = [await start() for _ in range(RELAYS)]
-        await asyncio.gather(write(), harass(relays, start))
+    with Forks("tests.acceptance.relay_process") as forks:
+        relays = [forks.start(database.url, str(broker)) for _ in range(RELAYS)]
+        await asyncio.gather(write(), harass(relays, forks))
         await until(all_left)
     first: dict[str, list[int]] = {key: [] for key in emitted}
     for line in broker.read_text().splitlines():

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import signal
-import sys
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 from sqlalchemy import MetaData
@@ -17,6 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely import NewEvent, Outbox
 from tests.database import Database
+from tests.forks import Forks, Process
 from tests.outboxes import rows
 from tests.waiting import until
 
@@ -25,29 +21,6 @@ RELAYS = 3
 KEYS = 10
 TRANSACTIONS = 200
 EVENTS = 5
-
-
-@asynccontextmanager
-async def starting(url: str, broker: Path) -> AsyncIterator[Callable[[], Awaitable[int]]]:
-    """What starts a relay process and returns its id. All are gone at the end."""
-    command = (sys.executable, "-m", "tests.acceptance.relay_process", url, str(broker))
-    pipe = asyncio.subprocess.PIPE
-    starter = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
-    assert starter.stdin is not None
-    assert starter.stdout is not None
-    answers = starter.stdout
-    orders = starter.stdin
-
-    async def start() -> int:
-        orders.write(b"\n")
-        await orders.drain()
-        return int(await answers.readline())
-
-    try:
-        yield start
-    finally:
-        orders.close()
-        await starter.wait()
 
 
 async def test_relays_that_are_killed_twenty_times_lose_nothing_and_keep_each_key_in_order(
@@ -71,19 +44,19 @@ async def test_relays_that_are_killed_twenty_times_lose_nothing_and_keep_each_ke
     def received() -> int:
         return broker.read_bytes().count(b"\n")
 
-    async def kill_some(relays: list[int]) -> None:
+    async def kill_some(relays: list[Process]) -> None:
         for _ in range(KILLS):
             before = received()
             await until(lambda: received() >= before + 20)  # noqa: B023  awaited at once
             place = random.randrange(RELAYS)
-            os.kill(relays[place], signal.SIGKILL)
-            relays[place] = await start()
+            relays[place].kill()
+            relays[place] = forks.start(database.url, str(broker))
 
     async def drained() -> bool:
         return await rows(engine, "SELECT count(*) FROM outbox WHERE published_at IS NULL") == [(0,)]
 
-    async with starting(database.url, broker) as start:
-        relays = [await start() for _ in range(RELAYS)]
+    with Forks("tests.acceptance.relay_process") as forks:
+        relays = [forks.start(database.url, str(broker)) for _ in range(RELAYS)]
         async with asyncio.TaskGroup() as group:
             group.create_task(write())
             group.create_task(kill_some(relays))

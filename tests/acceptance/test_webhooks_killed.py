@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 from sqlalchemy import MetaData
@@ -17,6 +20,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from oncely import Inbox
 from oncely.webhooks import StandardWebhooksVerifier, Webhooks
 from tests.database import Database
+from tests.forks import Forks
 from tests.waiting import until
 from tests.webhooks import (
     SECRET,
@@ -33,6 +37,7 @@ from tests.webhooks import (
     rows,
 )
 
+STEPS = ("lease", "look", "record")
 ROOT = Path(__file__).parents[2]
 LEASE = timedelta(seconds=30)
 
@@ -57,6 +62,12 @@ async def webhooks(engine: AsyncEngine, metadata: MetaData) -> Webhooks:
 async def server() -> AsyncIterator[Endpoint]:
     async with endpoint() as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("tests.acceptance.webhook_worker") as forks:
+        yield forks
 
 
 @asynccontextmanager
@@ -119,6 +130,44 @@ async def test_killed_between_the_request_and_the_result_it_is_sent_again_with_t
         await until(delivered)
     assert [request.headers["webhook-id"] for request in server.requests] == [str(webhook_id)] * 2
     assert done == [True]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    "point", [f"webhook.{step}.{side}" for step in STEPS for side in ("before", "after")]
+)
+async def test_a_worker_killed_at_any_step_loses_no_webhook_and_a_receiver_with_an_inbox_counts_it_once(
+    point: str, webhooks: Webhooks, sessions: Sessions, server: Endpoint, engine: AsyncEngine,
+    database: Database, metadata: MetaData, tmp_path: Path, forks: Forks,
+    recovered: Callable[[str, float], None],
+) -> None:  # fmt: skip
+    inbox, counted = Inbox(metadata), Counter[str]()
+
+    async def receive(received: Received, writer: asyncio.StreamWriter) -> Answer:
+        async def count() -> None:
+            counted[received.headers["webhook-id"]] += 1
+
+        async with sessions.begin() as session:
+            await inbox.run(session, UUID(received.headers["webhook-id"]), count, consumer="shop")
+        return Answer(200)
+
+    server.script = receive
+    ids = [str(await enqueue(webhooks, sessions, server.url(), key=str(number))) for number in range(3)]
+    arguments = database.url, database.schema, str(authority_file(tmp_path))
+    assert await forks.start(*arguments, point).ended() == -signal.SIGKILL
+    await end_leases(engine)
+    died = time.monotonic()
+    worker = forks.start(*arguments)
+
+    async def delivered() -> bool:
+        return Counter(await rows(engine, "state")) == {("delivered",): 3}
+
+    await until(delivered)
+    recovered(f"SIGKILL at {point}, from the end of its leases", time.monotonic() - died)
+    worker.kill()
+    assert counted == dict.fromkeys(ids, 1)
+    if not point.startswith("webhook.record"):
+        assert len(server.requests) == len(ids)  # until then nothing was sent
 
 
 async def test_of_three_workers_two_are_killed_and_everything_arrives(

@@ -1,4 +1,7 @@
-"""A process that sends webhooks until it is killed. Arguments: database URL, schema, authority file."""
+"""A process that sends webhooks until it is killed, or by itself at a named step.
+
+Arguments: database URL, schema, authority file; `main` is run by `tests.forks` too.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from datetime import timedelta
 from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import async_sessionmaker
 
+from oncely.testing import crash_at
 from oncely.webhooks import Keyring, PinnedTransport, StandardWebhooks, Webhooks, WebhookSender, WebhookWorker
 from tests.database import Database
 from tests.webhooks import KEY, SECRET
@@ -21,9 +25,11 @@ async def here(host: str, port: int) -> Sequence[str]:
     return ["127.0.0.1"]
 
 
-async def main(url: str, schema: str, authority: str) -> None:
+async def main(url: str, schema: str, authority: str, point: str | None = None) -> None:
     warnings.simplefilter("ignore")
     engine = Database(url, schema).engine()
+    if point is not None:
+        crash_at(point).watch(engine)
     context = ssl.create_default_context(cafile=authority)
     transport = PinnedTransport(lookup=here, ssl_context=context, allow_private=True)
     webhooks = Webhooks(MetaData(), keyring=Keyring({"one": KEY}, write="one"))
