@@ -78,6 +78,7 @@ async def main(
             retry_after_ms=RETRY_AFTER_MS,
             max_attempts=20,
             concurrency=1,
+            outage=AT_ONCE,
         )
         consumer.subscribe("*", steps.handler(inbox.handler(sessions, handle, consumer="line")))
         relay = Relay(
@@ -94,4 +95,4 @@ async def main(
         )
         async with asyncio.TaskGroup() as group:
             group.create_task(relay.run())
-            group.create_task(consumer.run(stop, backoff=AT_ONCE))
+            group.create_task(consumer.run(stop))
