@@ -1,4 +1,4 @@
-"""What operators give as arguments, checked before any SQL: with a type and a sentence, not a driver's error.
+"""What users give as arguments, checked before any SQL: with a type and a sentence, not a driver's error.
 
 TypeError for what is of another type, ValueError for what is out of range, InvalidKey (a ValueError) for
 text that no column can hold.
@@ -6,16 +6,41 @@ text that no column can hold.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from datetime import datetime
+from functools import partial
 from uuid import UUID
 
 from oncely.event import check_key
 
-__all__ = ["check_count", "check_id", "check_text", "check_time", "ids_of"]
+__all__ = ["check_async", "check_count", "check_id", "check_text", "check_time", "ids_of"]
 
 MOST = 2**31 - 1
 """The largest count, an integer of PostgreSQL's."""
+
+
+def check_async(function: object, what: str) -> None:
+    """Raise TypeError for what is surely no async callable, such as a plain function.
+
+    Called, it would have done its work already when the answer proves to be nothing to wait for. An
+    async function may come bound, decorated, in a partial, or as the `__call__` of an object.
+    """
+    inner = function
+    while isinstance(inner, partial):
+        inner = inner.func
+    if not callable(inner) or isinstance(inner, type):
+        raise TypeError(f"{what} must be an async function, not {function!r}")
+    known = [
+        each for each in (inner, inspect.unwrap(inner), type(inner).__call__) if hasattr(each, "__code__")
+    ]
+    if known and not any(
+        each.__code__.co_flags & _ASYNC or inspect.iscoroutinefunction(each) for each in known
+    ):
+        raise TypeError(f"{what} must be an async function, not the plain {function!r}")
+
+
+_ASYNC = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE
 
 
 def check_count(value: object, what: str, *, least: int = 1) -> None:

@@ -18,7 +18,7 @@ from sqlalchemy.event import listen, remove
 from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction, AsyncTransaction
 from sqlalchemy.orm import Session
 
-from oncely.arguments import check_count, check_id
+from oncely.arguments import check_async, check_count, check_id
 from oncely.errors import InvalidKey, TransactionEnded
 from oncely.event import Event, Handler, check_key
 from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
@@ -98,6 +98,7 @@ class Inbox:
         `handle` that ends it by itself gets TransactionEnded, and the message comes again.
         """
         _check_consumer(consumer)
+        check_async(handle, "handle")
 
         async def handle_once(event: Event) -> None:
             async with sessionmaker() as session, session.begin() as transaction:

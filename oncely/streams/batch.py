@@ -4,8 +4,7 @@ A *lane* is a list of entries that run one after another: those of one key, in s
 single one without a key. When an entry fails, what is left of its lane is held until it is settled.
 
 The tasks come as they are needed: each task that begins makes two more, up to `concurrency`, while
-lanes are left. So handlers that never wait cost three tasks a batch, not one an entry. A handler
-that changed context variables ends its task, so that no other handler sees them.
+lanes are left.
 
 Meanwhile the batch acknowledges what is done, several at a time, renews what is not, so that nobody
 takes it over, and asks for more when a slow handler would keep the other places empty. A batch that
@@ -16,7 +15,6 @@ cannot tell Redis because Redis is away it raises at its end.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
@@ -25,10 +23,11 @@ from datetime import timedelta
 from math import inf
 from time import monotonic
 
+from oncely.event import Event
 from oncely.loop import complete
-from oncely.streams.desk import Desk
 from oncely.streams.entry import Entry, Stage
 from oncely.streams.faults import BROKER_ERRORS, is_outage
+from oncely.streams.in_flight import InFlight
 from oncely.streams.wire import NotAnEvent, decode
 
 __all__ = ["Batch", "Lane", "lanes_of"]
@@ -66,7 +65,7 @@ class Batch:
 
     def __init__(
         self,
-        desk: Desk,
+        in_flight: InFlight,
         lanes: Iterable[Lane],
         *,
         concurrency: int,
@@ -75,7 +74,7 @@ class Batch:
         until: float = inf,
         more: Callable[[], Awaitable[list[Lane] | None]] | None = None,
     ) -> None:
-        self._desk = desk
+        self._in_flight = in_flight
         self._concurrency = concurrency
         self._renew_every = renew_every
         self._renew_at = monotonic() + renew_every
@@ -88,7 +87,6 @@ class Batch:
         self._lanes: deque[Lane] = deque()
         self._open_lanes: dict[bytes, Lane] = {}
         self._entries: list[Entry] = []
-        self._context = contextvars.copy_context()
         self._tasks: set[asyncio.Task[None]] = set()
         self._bug: BaseException | None = None
         self._outage: Exception | None = None
@@ -135,7 +133,7 @@ class Batch:
             self._lanes.append(lane)
 
     def _add_task(self) -> None:
-        task = asyncio.create_task(self._work(), context=self._context.copy())
+        task = asyncio.create_task(self._work())
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -147,105 +145,90 @@ class Batch:
             self._lanes.clear()
 
     async def _work(self) -> None:
-        """One task: runs lanes until none is left. All that every entry needs is in this loop."""
-        lanes, desk, stop = self._lanes, self._desk, self._stop
-        handling, group, done, ok = desk.handling, desk.name, desk.done, desk.ok
-        find, around, timed = handling.routes.find, handling.around, handling.reports
-        begun, ended = Stage.BEGUN, Stage.ENDED
-        failure: BaseException
-        is_first, since = True, 0.0
-        while lanes and self._outage is None and not stop.is_set() and monotonic() < self._until:
+        """One task: runs lanes until none is left."""
+        lanes, is_first = self._lanes, True
+        while lanes and not self._ends() and monotonic() < self._until:
             lane = lanes.popleft()
             if is_first:
                 is_first = False
                 for _ in range(min(2, len(lanes), self._concurrency - len(self._tasks))):
                     self._add_task()
             for place, entry in enumerate(lane):  # the lane may grow meanwhile
-                if place and (stop.is_set() or self._outage is not None):
+                if place and self._ends():
                     return
-                if (not entry.counted or entry.gone is not None) and not await self._begin(lane, place):
+                if not await self._handle(entry):
+                    if entry.stage is Stage.ENDED:
+                        self._hold(lane, place)
                     break
-                try:
-                    event = decode(entry.fields, entry.attempt, group)
-                except NotAnEvent as error:
-                    if await desk.refuse(entry, error):
-                        continue
-                    self._hold(lane, place)
-                    break
-                entry.stage = begun
-                if timed:
-                    since = monotonic()
-                try:
-                    if event is None:
-                        pass  # it is for another group
-                    elif around is None:
-                        for handler in find(event.topic):
-                            await handler(event)
-                    else:
-                        await handling.wrapped(event)
-                except asyncio.CancelledError as error:
-                    task = asyncio.current_task()
-                    if task is not None and task.cancelling():
-                        raise
-                    failure = error  # the handler's own, no reason for the worker to end
-                except Exception as error:  # noqa: BLE001  whatever a handler raises: its attempt has failed
-                    failure = error
-                else:
-                    entry.stage = ended
-                    done.append(entry.id)
-                    if timed and event is not None:
-                        ok.append((event, monotonic() - since))
-                    if contextvars.copy_context() != self._context:
-                        self._replace_task(lane, place)
-                        return
-                    continue
-                assert event is not None  # noqa: S101  something was called for it, and failed
-                if not await desk.failed(entry, event, failure, monotonic() - since if timed else 0.0):
-                    self._hold(lane, place)
-                    break
-                if contextvars.copy_context() != self._context:
-                    self._replace_task(lane, place)
-                    return
             else:
                 if lane[0].key is not None:
                     self._open_lanes.pop(lane[0].key, None)
 
-    async def _begin(self, lane: Lane, place: int) -> bool:
+    def _ends(self) -> bool:
+        """Whether nothing more is begun. A task that was cancelled lives on while its handler does."""
+        return self._stop.is_set() or self._outage is not None or _is_cancelled()
+
+    async def _handle(self, entry: Entry) -> bool:
+        """True when the entry is settled by that, so that what follows of its key may be handled."""
+        in_flight = self._in_flight
+        if (not entry.counted or entry.gone is not None) and not await self._begin(entry):
+            return False
+        try:
+            event = decode(entry.fields, entry.attempt, in_flight.name)
+        except NotAnEvent as error:
+            return await in_flight.refuse(entry, error)
+        since = monotonic()
+        if event is not None:  # or it is for another group
+            entry.stage = Stage.BEGUN
+            failure = await self._call(event)
+            if failure is not None:
+                if _is_cancelled():
+                    return False  # the cancellation's doing, whatever it looks like: it is given back
+                return await in_flight.failed(entry, event, failure, monotonic() - since)
+        in_flight.handled(entry, event, monotonic() - since)
+        return True
+
+    async def _call(self, event: Event) -> BaseException | None:
+        """What the event's handlers raised.
+
+        They run in a task of their own: a handler that cancels its task (a leaked timeout), or leaves
+        context variables behind, does so to nobody else.
+        """
+        handling = asyncio.create_task(self._in_flight.handling.handle(event))
+        try:
+            await handling
+        except asyncio.CancelledError as error:
+            if not _is_cancelled():
+                return error  # the handler's own, no reason for the worker to end
+            if handling.done() and not handling.cancelled():
+                return handling.exception()  # it ended in the very moment
+            raise
+        except Exception as error:  # noqa: BLE001  whatever a handler raises: its attempt has failed
+            return error
+        return None
+
+    async def _begin(self, entry: Entry) -> bool:
         """Counts the delivery of an entry that was taken over; False when it may not be handled.
 
         It may be the one that ends the process, so what was handled before is acknowledged first.
         """
-        entry = lane[place]
         if entry.gone is None:
             try:
-                await self._desk.flush()
-                await self._desk.begin(entry)
+                await self._in_flight.flush()
+                await self._in_flight.begin(entry)
             except BROKER_ERRORS as error:
                 self._outage = error
                 return False
         if entry.gone == "stolen":
             entry.stage = Stage.ENDED
-            self._hold(lane, place)
             return False
         return True
-
-    def _replace_task(self, lane: Lane, place: int) -> None:
-        """A handler has left context variables behind: what comes next runs in another task."""
-        key, rest = lane[place].key, lane[place + 1 :]
-        if rest:
-            self._lanes.appendleft(rest)
-        if key is not None:
-            self._open_lanes.pop(key, None)
-            if rest:
-                self._open_lanes[key] = rest
-        if self._lanes:
-            self._add_task()
 
     def _hold(self, lane: Lane, place: int) -> None:
         key = lane[place].key
         if key is not None:
             self._open_lanes.pop(key, None)
-            self._desk.held.hold(key, lane[place].id, lane[place + 1 :])
+            self._in_flight.held.hold(key, lane[place].id, lane[place + 1 :])
 
     async def _look_after(self) -> None:
         """Acknowledges, renews, asks for more; an outage must not end handlers that run."""
@@ -253,11 +236,11 @@ class Batch:
             now = monotonic()
             if now >= self._flush_at:
                 self._flush_at = now + _PAUSE
-                await self._desk.flush()
+                await self._in_flight.flush()
             if now >= self._renew_at:
                 self._renew_at = now + self._renew_every
                 self._entries = [entry for entry in self._entries if entry.stage is not Stage.ENDED]
-                await self._desk.renew(self._entries)
+                await self._in_flight.renew(self._entries)
             if not self._lanes and now >= self._more_at and self._has_room():
                 await self._ask_for_more(now)
         except BROKER_ERRORS as error:
@@ -291,7 +274,7 @@ class Batch:
         for task in self._tasks:
             task.cancel()
         try:
-            await self._desk.release(entry for entry in self._entries if entry.stage is Stage.WAITING)
+            await self._in_flight.release(entry for entry in self._entries if entry.stage is Stage.WAITING)
             while self._tasks:
                 await asyncio.wait(self._tasks)
             await self._put_away()
@@ -299,4 +282,10 @@ class Batch:
             logger.exception("could not give back what was not handled; it will be taken over")
 
     async def _put_away(self) -> None:
-        await self._desk.release(entry for entry in self._entries if entry.stage is not Stage.ENDED)
+        await self._in_flight.release(entry for entry in self._entries if entry.stage is not Stage.ENDED)
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody wants this task to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

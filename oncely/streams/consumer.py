@@ -30,14 +30,14 @@ from uuid import uuid4
 from oncely.backoff import Backoff
 from oncely.event import Handler
 from oncely.loop import complete, run_loop
+from oncely.streams.client import Client
 from oncely.streams.deadletters import DeadLetters
-from oncely.streams.desk import Desk
 from oncely.streams.faults import BROKER_ERRORS, is_outage
 from oncely.streams.group import Group
 from oncely.streams.handling import Around, Handling, OnResult
+from oncely.streams.in_flight import InFlight
 from oncely.streams.lag import GroupLag, lag
 from oncely.streams.letter import name_for
-from oncely.streams.scripts import Client
 from oncely.streams.trimming import Trimmed, trim
 from oncely.streams.worker import Worker
 
@@ -68,7 +68,8 @@ class StreamConsumer:
     An entry that was not acknowledged for `retry_after_ms` is delivered again, `max_attempts` times
     in all, and is then moved to `dead_letter_stream` (default: the stream's name and `:dead`).
     `backoff_factor` makes each wait so many times as long as the one before, up to
-    `backoff_maximum`. A handler that runs longer keeps its entry: it is renewed.
+    `backoff_maximum`. A handler that runs longer keeps its entry: it is renewed, without end unless
+    there is a `handler_timeout`; one that takes longer than that is cancelled, and has failed.
 
     `concurrency` handlers run together. `around(event, call)` wraps each event's handling,
     `on_result(event, result, seconds, error)` is told how it ended.
@@ -97,7 +98,13 @@ class StreamConsumer:
         count: int = _COUNT,
         grace: timedelta = timedelta(seconds=10),
         outage: Backoff = Backoff(first=timedelta(milliseconds=100), maximum=timedelta(seconds=10)),
+        handler_timeout: timedelta | None = None,
     ) -> None:
+        for name, text in (("stream", stream), ("group", group), ("consumer", consumer)):
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{name} must be a str, not {type(text).__name__}")
+            if text == "":
+                raise ValueError(f"{name} is empty")
         for name, value in (
             ("count", count),
             ("retry_after_ms", retry_after_ms),
@@ -124,12 +131,12 @@ class StreamConsumer:
         self.last_success: datetime | None = None
         """When Redis last answered all that a turn asked of it, by this machine's clock."""
         self.dead_letter_stream = name_for(redis, stream, dead_letter_stream)
-        self._handling = Handling(around, on_result)
+        self._handling = Handling(around, on_result, handler_timeout)
         due = _due_times(retry_after_ms, max_attempts, backoff_factor, backoff_maximum)
         self._group = Group(redis, stream, group, self.consumer, self.dead_letter_stream, due)
-        self._desk = Desk(self._group, self._handling, max_attempts)
+        self._in_flight = InFlight(self._group, self._handling, max_attempts)
         self._worker = Worker(
-            self._desk,
+            self._in_flight,
             retry_after=retry_after_ms / 1000,
             concurrency=lambda: self.concurrency,
         )
@@ -169,13 +176,13 @@ class StreamConsumer:
             raise ValueError(f"count must be 1 or more, not {count}")
         until = monotonic() + (block_ms or 0) / 1000
         async with self._turn:
-            before = self._desk.settled
+            before = self._in_flight.settled
             try:
                 while not await self._worker.turn(count, until=until) and monotonic() < until:
                     pass
             finally:
                 await self._worker.close()
-            return self._desk.settled - before
+            return self._in_flight.settled - before
 
     async def run(self, stop: asyncio.Event | None = None) -> None:
         """Handle events until `stop` is set or the task is cancelled.

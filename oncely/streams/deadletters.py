@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 from oncely.event import Event
+from oncely.streams.client import Client, Script, execute
 from oncely.streams.letter import Letter, name_for, parse
-from oncely.streams.scripts import Client, Script, execute
 from oncely.streams.wire import Fields, NotAnEvent, decode
 
 __all__ = ["DeadLetter", "DeadLetters"]

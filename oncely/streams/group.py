@@ -14,20 +14,9 @@ from typing import Any, NamedTuple
 
 from redis.exceptions import ResponseError
 
+from oncely.streams.client import Client, Script, execute
 from oncely.streams.faults import code_word, is_lost_group
-from oncely.streams.scripts import (
-    BEGIN,
-    BURY,
-    PENDING,
-    REAP,
-    RELEASE,
-    RENEW,
-    RETIRE,
-    TAKE_OVER,
-    Client,
-    Script,
-    execute,
-)
+from oncely.streams.scripts import BEGIN, BURY, PENDING, REAP, RELEASE, RENEW, RETIRE, TAKE_OVER
 from oncely.streams.wire import Fields, RawEntry, entries_in
 
 __all__ = ["Begun", "Group", "Taken"]

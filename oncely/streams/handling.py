@@ -8,15 +8,18 @@ not wait for the other's retries belongs in a group of its own.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from functools import partial
 from typing import Literal, TypeAlias
 
-from oncely.event import Event
-from oncely.streams.routes import Routes
+from oncely.arguments import check_async
+from oncely.event import Event, Handler
 
-__all__ = ["Around", "Handling", "OnResult", "Result"]
+__all__ = ["Around", "Handling", "OnResult", "Result", "Routes"]
 
 Result: TypeAlias = Literal["ok", "retry", "dead", "lost"]
 """ok: handled and acknowledged. retry: failed, will be tried again. dead: moved to the dead letters.
@@ -29,27 +32,38 @@ OnResult: TypeAlias = Callable[[Event | None, Result, float, BaseException | Non
 """Told of each result with the seconds that it took; plain or async. The event is None when there
 is none to show: the entry was trimmed away or could not be decoded."""
 
+_REMEMBERED = 1000  # topics; they are the application's, so a few
+
 logger = logging.getLogger("oncely.streams")
 
 
 class Handling:
-    """What is to be done with an event, and who wants to know how it went."""
+    """What is to be done with an event, how long it may take, and who wants to know how it went."""
 
-    def __init__(self, around: Around | None, on_result: OnResult | None) -> None:
+    def __init__(self, around: Around | None, on_result: OnResult | None, timeout: timedelta | None) -> None:
+        if around is not None:
+            check_async(around, "around")
+        if timeout is not None and timeout <= timedelta(0):
+            raise ValueError(f"handler_timeout must be more than nothing, not {timeout}")
         self.routes = Routes()
         self.reports = on_result is not None
-        self.around = around
+        self._around = around
         self._on_result = on_result
+        self._timeout = timeout
 
-    async def wrapped(self, event: Event) -> None:
-        """Handles an event inside of `around`. Raises what a handler, or `around`, raises."""
-        assert self.around is not None  # noqa: S101  asked by the batch, which else calls the handlers itself
-
-        async def call() -> None:
-            for handler in self.routes.find(event.topic):
-                await handler(event)
-
-        await self.around(event, call)
+    async def handle(self, event: Event) -> None:
+        """Calls the event's handlers. Raises what one of them, or `around`, raises, and TimeoutError."""
+        if self._timeout is None:
+            await self._handle(event)
+            return
+        limit = asyncio.timeout(self._timeout.total_seconds())
+        try:
+            async with limit:
+                await self._handle(event)
+        except TimeoutError as error:
+            if limit.expired():
+                raise TimeoutError(f"not handled within {self._timeout}") from error
+            raise
 
     async def report(
         self, event: Event | None, result: Result, seconds: float = 0.0, error: BaseException | None = None
@@ -60,6 +74,53 @@ class Handling:
         try:
             answer = self._on_result(event, result, seconds, error)
             if inspect.isawaitable(answer):
-                await answer
-        except Exception:
+                await asyncio.ensure_future(answer)  # what cancels its own task cancels only that
+        except (Exception, asyncio.CancelledError) as failure:
+            task = asyncio.current_task()
+            if isinstance(failure, asyncio.CancelledError) and (task is None or task.cancelling()):
+                raise
             logger.exception("on_result failed on %r of %r", result, event)
+
+    async def _handle(self, event: Event) -> None:
+        if self._around is None:
+            await self._call(event)
+        else:
+            await self._around(event, partial(self._call, event))
+
+    async def _call(self, event: Event) -> None:
+        for handler in self.routes.find(event.topic):
+            await handler(event)
+
+
+class Routes:
+    """Handlers by topic. `"order.*"` stands for every topic that begins with `order.`, `"*"` for all."""
+
+    def __init__(self) -> None:
+        self._routes: list[tuple[str, Handler]] = []
+        self._found: dict[str, tuple[Handler, ...]] = {}
+
+    def add(self, topic: str, handler: Handler) -> None:
+        if not topic or "*" in topic[:-1]:
+            raise ValueError(f"a topic is a name or a prefix that ends with '*', not {topic!r}")
+        check_async(handler, "a handler")
+        self._routes.append((topic, handler))
+        self._found.clear()
+
+    def __bool__(self) -> bool:
+        """Whether any handler is subscribed."""
+        return bool(self._routes)
+
+    def find(self, topic: str) -> tuple[Handler, ...]:
+        """The topic's handlers, in the order in which they were subscribed."""
+        found = self._found.get(topic)
+        if found is None:
+            found = tuple(handler for route, handler in self._routes if _covers(route, topic))
+            if len(self._found) < _REMEMBERED:
+                self._found[topic] = found
+                if not found:  # said once for each topic that is remembered
+                    logger.warning("no handler for topic %r: its events are acknowledged and skipped", topic)
+        return found
+
+
+def _covers(route: str, topic: str) -> bool:
+    return topic.startswith(route[:-1]) if route.endswith("*") else topic == route

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+from oncely.streams.client import Client, Script
 from oncely.streams.entry import position
-from oncely.streams.scripts import Client, Script
 
 __all__ = ["GroupLag", "lag"]
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from redis.asyncio import RedisCluster
 
 from oncely.description import describe
-from oncely.streams.scripts import Client
+from oncely.streams.client import Client
 from oncely.streams.wire import Fields
 
 __all__ = ["Letter", "compose", "name_for", "parse"]

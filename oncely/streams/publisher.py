@@ -22,8 +22,8 @@ from redis.exceptions import ResponseError
 
 from oncely.errors import PublisherUnavailable, PublishFailed
 from oncely.event import Event, Publisher
+from oncely.streams.client import Client, Script
 from oncely.streams.faults import BROKER_ERRORS, code_word
-from oncely.streams.scripts import Client, Script
 from oncely.streams.wire import encode
 
 __all__ = ["stream_publisher"]

@@ -14,9 +14,9 @@ from typing import Any
 from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import ResponseError, TimeoutError  # noqa: A004  Redis's own, no OSError
 
+from oncely.streams.client import execute
 from oncely.streams.faults import is_lost_group
 from oncely.streams.group import Group
-from oncely.streams.scripts import execute
 from oncely.streams.wire import RawEntry, entries_in
 
 __all__ = ["Reader"]

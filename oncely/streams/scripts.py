@@ -1,97 +1,14 @@
-"""What Redis is asked to do in one step, because its steps apart would lie.
+"""What a group asks of Redis in one step, on one stream: taking over, renewing, giving back, burying.
 
-Each script works on one stream and one group; the keys of a script share a hash slot, so a cluster
-takes them. Errors inside come back as Redis wrote them (`pcall`), so that their code word stands
-first on every server version. A script that a server does not have any more (SCRIPT FLUSH, failover)
-is sent again.
-
-`mine` in the comments: XPENDING still names this consumer. Whoever changes a pending entry asks that
+*Mine* in the comments: XPENDING still names this consumer. Whoever changes a pending entry asks that
 first, in the same step: a plain XCLAIM would take the entry back from its new owner.
 """
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
-from collections.abc import Iterable, Sequence
-from time import monotonic
-from typing import Any, TypeAlias
+from oncely.streams.client import Script
 
-from redis.asyncio import Redis, RedisCluster
-from redis.client import NEVER_DECODE
-from redis.exceptions import ConnectionError, NoScriptError  # noqa: A004  Redis's own, no OSError
-
-__all__ = [
-    "BEGIN",
-    "BURY",
-    "PENDING",
-    "REAP",
-    "RELEASE",
-    "RENEW",
-    "RETIRE",
-    "TAKE_OVER",
-    "Client",
-    "Script",
-    "execute",
-]
-
-Client: TypeAlias = "Redis | RedisCluster"
-
-_POOL_PATIENCE = 5.0  # seconds
-_POOL_PAUSE = 0.002  # seconds
-
-
-class Script:
-    """A Lua script, run by its digest. Replies are raw: lists, ints, bytes, None."""
-
-    __slots__ = ("digest", "text")
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.digest = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-
-    async def run(self, redis: Client, keys: Sequence[str], arguments: Iterable[str | bytes | int]) -> Any:
-        rest = (len(keys), *keys, *arguments)
-        try:
-            return await execute(redis, "EVALSHA", self.digest, *rest)
-        except NoScriptError:
-            return await execute(redis, "EVAL", self.text, *rest)
-
-
-async def execute(redis: Client, command: str, *words: str | bytes | int) -> Any:
-    """The raw reply to a command, as the server sent it, whatever the client's settings.
-
-    Nothing in it is decoded to text, and redis-py knows nothing to do with the reply to a command
-    whose name is bytes (on a cluster it needs the name to find the node, and the reply is parsed).
-
-    A pool that has no connection free just now is waited for, as a blocking pool would: consumers
-    and publishers that share a small one use it in turn.
-
-    A cancellation that comes meanwhile goes on. redis-py sends inside of `asyncio.wait_for`, which
-    before Python 3.12 forgets about one that comes just when the sending ends.
-    """
-    task = asyncio.current_task()
-    cancelled_before = task.cancelling() if task is not None else 0
-    name = command if isinstance(redis, RedisCluster) else command.encode()
-    patience = monotonic() + _POOL_PATIENCE
-    while True:
-        if _is_free(redis) or monotonic() >= patience:
-            try:
-                reply = await redis.execute_command(name, *words, **{NEVER_DECODE: True})
-                if task is not None and task.cancelling() > cancelled_before:
-                    raise asyncio.CancelledError
-                return reply
-            except ConnectionError:
-                if _is_free(redis) or monotonic() >= patience:
-                    raise
-        await asyncio.sleep(_POOL_PAUSE)
-
-
-def _is_free(redis: Client) -> bool:
-    if isinstance(redis, RedisCluster) or redis.connection is not None:
-        return True
-    return bool(redis.connection_pool.can_get_connection())
-
+__all__ = ["BEGIN", "BURY", "PENDING", "REAP", "RELEASE", "RENEW", "RETIRE", "TAKE_OVER"]
 
 # Takes over entries that were delivered and not acknowledged for as long as their delivery count
 # asks. XCLAIM … JUSTID does not count as a delivery; an entry that was given back uncounted (0) is

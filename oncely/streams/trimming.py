@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from oncely.streams.scripts import Client, Script
+from oncely.streams.client import Client, Script
 
 __all__ = ["Lost", "Trimmed", "trim"]
 

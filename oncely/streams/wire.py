@@ -23,7 +23,7 @@ from json import JSONDecodeError, JSONDecoder
 from typing import Any, TypeAlias
 from uuid import UUID, SafeUUID
 
-from oncely.event import Event, decode_json
+from oncely.event import Event
 
 __all__ = ["Fields", "NotAnEvent", "RawEntry", "decode", "encode", "entries_in", "key_of"]
 
@@ -78,12 +78,12 @@ def decode(fields: Fields, attempt: int, group: bytes) -> Event | None:
             payload_json,
             None if headers is None else headers.decode(),
             None if key is None else key.decode(),
-            None if created_at is None else datetime.fromisoformat(created_at.decode()),
+            None if created_at is None else _time(created_at),
             attempt,
             _json(payload_json),
         )
-        if headers is not None and not isinstance(event.headers, dict):
-            raise NotAnEvent("headers: not an object")
+        if headers is not None:
+            _check_headers(event.headers)
     except NotAnEvent:
         raise
     except KeyError as missing:
@@ -104,16 +104,33 @@ def _uuid(text: bytes) -> UUID:
     return made
 
 
+def _time(text: bytes) -> datetime:
+    time = datetime.fromisoformat(text.decode())
+    if time.utcoffset() is None:
+        raise NotAnEvent("created_at: without an offset")
+    return time
+
+
+def _check_headers(headers: object) -> None:
+    if not isinstance(headers, dict) or not all(isinstance(value, str) for value in headers.values()):
+        raise NotAnEvent("headers: not an object of strings")
+
+
 def _json(text: str) -> Any:
     """The values of a JSON text. Around those that a publisher passed on, there is no white space."""
     try:
         value, end = _DECODER.raw_decode(text)
     except JSONDecodeError:
-        return decode_json(text)
-    return value if end == len(text) else decode_json(text)
+        return _DECODER.decode(text)
+    return value if end == len(text) else _DECODER.decode(text)
 
 
-_DECODER = JSONDecoder()
+def _refuse_constant(name: str) -> Any:
+    """NaN and infinities are Python's, not JSON's; PostgreSQL would refuse them wherever they go next."""
+    raise NotAnEvent(f"payload: {name} is not JSON")
+
+
+_DECODER = JSONDecoder(parse_constant=_refuse_constant)
 
 
 def key_of(fields: Fields) -> bytes | None:

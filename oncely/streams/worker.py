@@ -17,9 +17,9 @@ from typing import Any
 
 from oncely.loop import complete
 from oncely.streams.batch import Batch, Lane, lanes_of
-from oncely.streams.desk import Desk
 from oncely.streams.entry import Entry
 from oncely.streams.group import Taken
+from oncely.streams.in_flight import InFlight
 from oncely.streams.reader import Reader
 from oncely.streams.wire import RawEntry
 
@@ -36,11 +36,11 @@ logger = logging.getLogger("oncely.streams")
 class Worker:
     """`concurrency` is asked anew for each batch. Once `stop` is set nothing more is begun."""
 
-    def __init__(self, desk: Desk, *, retry_after: float, concurrency: Callable[[], int]) -> None:
+    def __init__(self, in_flight: InFlight, *, retry_after: float, concurrency: Callable[[], int]) -> None:
         self.stop = asyncio.Event()
-        self._desk = desk
-        self._group = desk.group
-        self._reader = Reader(desk.group)
+        self._in_flight = in_flight
+        self._group = in_flight.group
+        self._reader = Reader(in_flight.group)
         self._retry_after = retry_after  # seconds
         self._concurrency = concurrency
         self._taken: list[Taken] = []  # taken over while others ran: they are the next turn's
@@ -54,16 +54,16 @@ class Worker:
         Waits for new ones until the monotonic time `until`, when nothing is there. Returns whether
         anything was.
         """
-        desk = self._desk
-        await desk.flush()
+        in_flight = self._in_flight
+        await in_flight.flush()
         await self._tend()
         taken = await self._take_over(count) if not running or self._looks() else []
         if taken:
             self._look_at = 0.0  # there may be more
-            opened = await complete(desk.open_taken(taken), patience=_PATIENCE, undo=desk.release)
+            opened = await complete(in_flight.open_taken(taken), patience=_PATIENCE, undo=in_flight.release)
             await self._run_again(self._lanes(opened), until=monotonic() + _ALONE if running else inf)
-            await desk.check_heads()
-        ready = desk.held.pop_ready()
+            await in_flight.check_heads()
+        ready = in_flight.held.pop_ready()
         await self._run_again(ready)
         raw = await self._read(count if running else count - len(taken))
         if not raw and not taken and not ready:
@@ -75,9 +75,9 @@ class Worker:
     async def leave(self) -> None:
         """Gives back what is held and not handled, and takes this worker's name out of the group."""
         taken, self._taken = self._taken, []
-        await self._desk.flush()
+        await self._in_flight.flush()
         await self._group.release(map(_as_it_was, taken))
-        await self._desk.let_go()
+        await self._in_flight.let_go()
         await self._group.retire()
 
     async def close(self) -> None:
@@ -109,7 +109,7 @@ class Worker:
     async def _wait(self, count: int, seconds: float) -> list[RawEntry]:
         if seconds <= 0 or not self._reads():
             return []
-        longest = self._retry_after / 3 if self._desk.held else self._retry_after
+        longest = self._retry_after / 3 if self._in_flight.held else self._retry_after
         reading = self._reader.read(count, min(seconds, longest))
         return await complete(reading, patience=_PATIENCE, undo=self._back)
 
@@ -118,7 +118,7 @@ class Worker:
         return self._group.release((entry_id, 0) for entry_id, _ in raw)
 
     def _reads(self) -> bool:
-        return not self.stop.is_set() and self._desk.held.waiting < _MOST_HELD
+        return not self.stop.is_set() and self._in_flight.held.waiting < _MOST_HELD
 
     async def _more(self, count: int) -> list[Lane] | None:
         """Lanes for a batch that has places free; None when something is due that must run alone."""
@@ -127,10 +127,10 @@ class Worker:
             self._taken = await self._take_over(count)
             if self._taken:
                 return None
-        if not _is_new(self._desk.held.ready):
+        if not _is_new(self._in_flight.held.ready):
             return None
         raw = await self._read(count)
-        return self._desk.held.pop_ready() + self._lanes(_new(raw))
+        return self._in_flight.held.pop_ready() + self._lanes(_new(raw))
 
     async def _run_again(self, lanes: list[Lane], *, until: float = inf) -> None:
         """Runs what was delivered before, one at a time; those delivered least often go first, so
@@ -143,13 +143,13 @@ class Worker:
         try:
             await self._run([lane for lane in lanes if _is_new(lane)], self._concurrency())
         except asyncio.CancelledError:
-            release = self._desk.release(entry for lane in tried for entry in lane)
+            release = self._in_flight.release(entry for lane in tried for entry in lane)
             await complete(release, patience=_PATIENCE)
             raise
         await self._run(tried, 1, until=until)
 
     def _lanes(self, entries: Iterable[Entry]) -> list[Lane]:
-        held = self._desk.held
+        held = self._in_flight.held
         return lanes_of(entries if not held else [entry for entry in entries if not held.keeps(entry)])
 
     async def _run(
@@ -161,7 +161,7 @@ class Worker:
         more: Callable[[], Coroutine[Any, Any, list[Lane] | None]] | None = None,
     ) -> None:
         batch = Batch(
-            self._desk,
+            self._in_flight,
             lanes,
             concurrency=concurrency,
             renew_every=self._retry_after / 3,
@@ -174,10 +174,10 @@ class Worker:
     async def _tend(self) -> None:
         """Looks after what waits behind failed entries, and after the names of other workers."""
         now = monotonic()
-        await self._desk.check_heads()
+        await self._in_flight.check_heads()
         if now >= self._renew_at:
             self._renew_at = now + self._retry_after / 3
-            await self._desk.renew(())
+            await self._in_flight.renew(())
         if now >= self._reap_at:
             stale = self._retry_after * _STALE
             self._reap_at = now + stale

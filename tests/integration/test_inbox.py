@@ -246,6 +246,22 @@ async def test_autocommit_is_refused_before_any_sql(inbox: Inbox, engine: AsyncE
             await inbox.run(autocommit, paid(), never, consumer="billing")
 
 
+async def test_what_is_no_event_and_no_async_function_is_refused_at_once(
+    inbox: Inbox, sessions: Sessions
+) -> None:
+    def plain(session: AsyncSession, event: Event) -> None: ...
+
+    async def never() -> None:
+        raise AssertionError
+
+    with pytest.raises(TypeError, match="handle must be an async function"):
+        inbox.handler(sessions, plain, consumer="billing")  # type: ignore[arg-type]  # that is refused
+    async with sessions() as session:
+        with pytest.raises(TypeError, match="event must be a UUID, not str"):
+            await inbox.run(session, str(uuid4()), never, consumer="billing")  # type: ignore[arg-type]  # so is that
+        assert not session.in_transaction()
+
+
 @pytest.mark.parametrize("consumer", ["", "nul\0", "\ud800", "x" * 1001])
 async def test_a_consumer_that_cannot_be_stored_is_refused_before_any_sql(
     inbox: Inbox, sessions: Sessions, consumer: str

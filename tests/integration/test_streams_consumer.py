@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from datetime import timedelta
 
 import pytest
 from redis.asyncio import Redis
@@ -135,15 +136,16 @@ async def test_an_entry_that_is_no_event_is_a_dead_letter_at_once(redis: Redis, 
     await redis.xadd(stream, {"id": str(good[0].id), "topic": "t", "payload": "{"})
     await redis.xadd(stream, {"id": str(good[0].id), "topic": b"\xff", "payload": "1"})
     await redis.xadd(stream, {"id": str(good[0].id), "topic": "t", "payload": "1", "headers": "[]"})
+    await redis.xadd(stream, {"id": str(good[0].id), "topic": "t", "payload": '{"total": NaN}'})
     await redis.xadd(stream, {b"\xff": b"\xfe"})
     await redis.xadd(stream, {str(number): "x" for number in range(3000)})
     await redis.xadd(stream, {"id": str(good[0].id), "topic": "t", "payload": '"extra"', "colour": "red"})
     await publish(good[1:])
-    assert await consumer.run_once() == 10
+    assert await consumer.run_once() == 11
     assert handler.handled == ["a", "extra", "b"]
-    assert [result for _, result in handler.results].count("dead") == 7
+    assert [result for _, result in handler.results].count("dead") == 8
     letters = await entries(redis, consumer.dead_letter_stream)
-    assert [letter[b"error"].split(b":")[0] for letter in letters] == [b"NotAnEvent"] * 7
+    assert [letter[b"error"].split(b":")[0] for letter in letters] == [b"NotAnEvent"] * 8
     assert [letter[b"hello"] for letter in letters if b"hello" in letter] == [b"world"]
     assert [letter[b"\xff"] for letter in letters if b"\xff" in letter] == [b"\xfe"]
     assert await pending(consumer, redis) == []
@@ -421,6 +423,127 @@ async def test_a_cancellation_that_a_handler_raises_itself_is_a_failure(redis: R
     await stream_publisher(redis, stream)(events("a", "b"))
     assert await consumer.run_once() == 0
     assert recorder.results == [("a", "retry"), ("b", "retry")]
+
+
+async def test_a_handler_that_cancels_its_own_task_fails_and_is_dead_in_the_end(
+    redis: Redis, stream: str
+) -> None:
+    recorder = Recorder()
+    seen: list[tuple[str, int]] = []
+    consumer = StreamConsumer(
+        redis, stream=stream, retry_after_ms=20, max_attempts=3, concurrency=1, on_result=recorder.on_result
+    )
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        seen.append((event.payload, event.attempt))
+        if event.payload == "a":
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(0)
+
+    await stream_publisher(redis, stream)(events("a", "b"))
+    assert await consumer.run_once() == 1
+    await until(lambda: settles(consumer))
+    assert seen == [("a", 1), ("b", 1), ("a", 2), ("a", 3)]
+    assert recorder.results == [("a", "retry"), ("b", "ok"), ("a", "retry"), ("a", "dead")]
+    assert await pending(consumer, redis) == []
+
+
+async def test_a_handler_that_leaks_a_cancellation_harms_nobody_else(redis: Redis, stream: str) -> None:
+    """A timeout that nobody took back comes when the handler is long over, and another one runs."""
+    recorder = Recorder()
+    consumer = StreamConsumer(redis, stream=stream, concurrency=1, on_result=recorder.on_result)
+    leaked = asyncio.Event()
+
+    def leak(task: asyncio.Task[None] | None) -> None:
+        assert task is not None
+        task.cancel()
+        leaked.set()
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        if event.payload == "a":
+            asyncio.get_running_loop().call_soon(leak, asyncio.current_task())
+        else:
+            await leaked.wait()
+            await asyncio.sleep(0)
+
+    await stream_publisher(redis, stream)(events("a", "b"))
+    assert await consumer.run_once() == 2
+    assert recorder.results == [("a", "ok"), ("b", "ok")]
+
+
+async def test_a_handler_that_takes_longer_than_its_timeout_has_failed(redis: Redis, stream: str) -> None:
+    recorder = Recorder()
+    consumer = StreamConsumer(
+        redis,
+        stream=stream,
+        max_attempts=1,
+        handler_timeout=timedelta(milliseconds=30),
+        on_result=recorder.on_result,
+    )
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        if event.payload == "hangs":
+            await asyncio.Event().wait()
+        if event.payload == "raises":
+            raise TimeoutError("its own")
+
+    await stream_publisher(redis, stream)(events("hangs", "raises", "ends"))
+    assert await consumer.run_once() == 3
+    assert sorted(zip(recorder.results, map(str, recorder.errors), strict=True)) == [
+        (("ends", "ok"), "None"),
+        (("hangs", "dead"), "not handled within 0:00:00.030000"),
+        (("raises", "dead"), "its own"),
+    ]
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_an_on_result_that_raises_a_cancellation_ends_no_report(
+    redis: Redis, stream: str, is_async: bool
+) -> None:
+    seen: list[str] = []
+
+    def plain(event: Event | None, result: str, seconds: float, error: object) -> None:
+        seen.append(result)
+        raise asyncio.CancelledError
+
+    async def waiting(event: Event | None, result: str, seconds: float, error: object) -> None:
+        seen.append(result)
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await asyncio.sleep(0)
+
+    handler = Recorder(b=1)
+    consumer = consumer_of(redis, stream, handler, on_result=waiting if is_async else plain)
+    await stream_publisher(redis, stream)(events("a", "b", "c"))
+    assert await consumer.run_once() == 2
+    assert sorted(seen) == ["ok", "ok", "retry"]
+
+
+async def test_a_cancelled_turn_still_reports_what_was_acknowledged(redis: Redis, stream: str) -> None:
+    seen: list[object] = []
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def on_result(event: Event | None, result: str, seconds: float, error: object) -> None:
+        assert event is not None
+        begun.set()
+        await go.wait()
+        seen.append(event.payload)
+
+    consumer = consumer_of(redis, stream, Recorder(), on_result=on_result)
+    await stream_publisher(redis, stream)(events("a", "b", "c"))
+    turn = asyncio.create_task(consumer.run_once())
+    await begun.wait()
+    turn.cancel()
+    go.set()
+    await asyncio.wait({turn})
+    await consumer.run_once()
+    assert seen[-2:] == ["b", "c"]
 
 
 async def test_count_bounds_a_call(redis: Redis, stream: str) -> None:

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from itertools import pairwise
 
@@ -345,6 +345,56 @@ async def test_a_cancellation_is_heard_at_any_moment(redis: Redis, stream: str) 
         await asyncio.wait({turn}, timeout=5)
         assert turn.cancelled()
     assert [count for _, count in await pending(consumer, redis)] == [0]
+
+
+async def test_a_handler_that_swallows_its_cancellation_is_the_last(redis: Redis, stream: str) -> None:
+    """Nothing is begun after it: the rest has been given back already."""
+    started = asyncio.Event()
+    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=60_000, concurrency=1)
+    begun: list[str] = []
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        begun.append(event.payload)
+        started.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    await stream_publisher(redis, stream)([*events("a1", "a2", key="a"), *events("b")])
+    run = asyncio.create_task(consumer.run())
+    await started.wait()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert begun == ["a1"]
+    assert await pending(consumer, redis) == [(consumer.consumer, 0)] * 2
+
+
+async def test_a_cancelled_handler_that_raises_something_else_costs_no_attempt(
+    redis: Redis, stream: str
+) -> None:
+    """As a rollback does on a connection that the cancellation has broken."""
+    stop, recorder = asyncio.Event(), Recorder()
+    consumer = StreamConsumer(
+        redis,
+        stream=stream,
+        max_attempts=1,
+        on_result=recorder.on_result,
+        grace=timedelta(milliseconds=20),
+    )
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        stop.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ConnectionError("in the midst of a rollback")
+
+    await stream_publisher(redis, stream)(events("a1", "a2", key="a"))
+    await consumer.run(stop)
+    assert recorder.results == []
+    assert await pending(consumer, redis) == [(consumer.consumer, 0)] * 2
 
 
 async def test_a_retry_that_a_stop_interrupts_keeps_its_count(redis: Redis, stream: str) -> None:

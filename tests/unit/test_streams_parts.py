@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from datetime import timedelta
+from functools import partial, wraps
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -11,12 +14,30 @@ from oncely.event import Event
 from oncely.streams import StreamConsumer
 from oncely.streams.batch import lanes_of
 from oncely.streams.entry import Entry
+from oncely.streams.handling import Handling, Routes
 from oncely.streams.held import HeldKeys
-from oncely.streams.routes import Routes
 
 
 async def one(event: Event) -> None: ...
 async def two(event: Event) -> None: ...
+
+
+async def three(number: int, event: Event) -> None: ...
+def plain(event: Event) -> None: ...
+
+
+class Plain:
+    def __call__(self, event: Event) -> None: ...
+
+
+class Called:
+    async def __call__(self, event: Event) -> None: ...
+    async def method(self, event: Event) -> None: ...
+
+
+@wraps(one)
+def decorated(event: Event) -> Awaitable[None]:
+    return one(event)
 
 
 def entry(number: int, key: str | None = "k") -> Entry:
@@ -68,10 +89,40 @@ def test_a_topic_without_a_handler_is_logged_once_and_not_without_bound(
     )
 
 
-def test_a_handler_is_callable() -> None:
-    not_callable: Any = "handler"
-    with pytest.raises(TypeError):
-        Routes().add("order", not_callable)
+@pytest.mark.parametrize(
+    "handler", ["handler", plain, lambda event: one(event), Plain(), Plain, partial(plain)]
+)
+def test_what_is_no_async_function_is_refused_as_a_handler(handler: Any) -> None:
+    with pytest.raises(TypeError, match="a handler must be an async function"):
+        Routes().add("order", handler)
+
+
+HANDLERS = [one, partial(one), partial(partial(three), 3), Called(), Called().method, decorated, AsyncMock()]
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+def test_an_async_function_may_come_in_many_forms(handler: Any) -> None:
+    routes = Routes()
+    routes.add("order", handler)
+    assert routes.find("order") == (handler,)
+
+
+def test_around_is_async() -> None:
+    not_async: Any = plain
+    with pytest.raises(TypeError, match="around must be an async function"):
+        Handling(not_async, None, None)
+
+
+@pytest.mark.parametrize("name", ["stream", "group", "consumer"])
+def test_names_are_text(name: str) -> None:
+    for wrong, error in (("", ValueError), (b"orders", TypeError)):
+        with pytest.raises(error, match=name):
+            StreamConsumer(None, **{"stream": "s", name: wrong})  # type: ignore[arg-type]  # never connects
+
+
+def test_a_handler_timeout_lets_a_handler_begin() -> None:
+    with pytest.raises(ValueError, match="handler_timeout"):
+        Handling(None, None, timedelta(0))
 
 
 def test_subscribe_is_a_function_and_a_decorator() -> None:

@@ -91,11 +91,17 @@ def test_an_id_is_a_uuid_like_any_other() -> None:
         ("payload", b'"\xff"'),
         ("payload", b"[" * 100_000),
         ("payload", b"9" * 5000),
+        ("payload", b"NaN"),
+        ("payload", b'[1, {"total": -Infinity}]'),
+        ("payload", b' {"total": Infinity} '),
         ("headers", b"[]"),
+        ("headers", b'{"a": 1}'),
+        ("headers", b'{"a": NaN}'),
         ("headers", b"{"),
         ("headers", b"null"),
         ("key", b"\xff"),
         ("created_at", b"yesterday"),
+        ("created_at", b"2026-01-02T03:04:05"),
     ],
 )
 def test_what_is_no_event_is_refused(name: str, value: bytes | None) -> None:

@@ -8,6 +8,7 @@ everything else pending, to be taken over and found as it is.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable
 
 from oncely.errors import Reject
@@ -20,15 +21,13 @@ from oncely.streams.held import HeldKeys
 from oncely.streams.letter import compose
 from oncely.streams.wire import NotAnEvent, decode
 
-__all__ = ["Desk"]
+__all__ = ["InFlight"]
 
 logger = logging.getLogger("oncely.streams")
 
 
-class Desk:
-    """`settled` counts what was acknowledged, buried or found lost, ever. `done` is what was handled
-    and not acknowledged yet, `ok` what is to be reported then, with the seconds it took.
-    """
+class InFlight:
+    """`settled` counts what was acknowledged, buried or found lost, ever."""
 
     def __init__(self, group: Group, handling: Handling, max_attempts: int) -> None:
         self.group = group
@@ -37,8 +36,9 @@ class Desk:
         self.held = HeldKeys()
         self.settled = 0
         self.name = group.name.encode()
-        self.done: list[bytes] = []
-        self.ok: list[tuple[Event, float]] = []
+        self._done: list[bytes] = []  # handled, and to be acknowledged
+        self._ok: list[tuple[Event, float]] = []  # to be reported then, with the seconds it took
+        self._told: deque[tuple[Event, float]] = deque()  # acknowledged, and to be reported
         self._back: dict[bytes, Entry] = {}  # not handled, and to be given back
 
     async def open_taken(self, taken: Iterable[Taken]) -> list[Entry]:
@@ -63,6 +63,13 @@ class Desk:
             error = RuntimeError(f"delivered {deliveries} times, and no attempt ended")
             await self._bury(entry, self._event(entry), error, 0.0)
         return opened
+
+    def handled(self, entry: Entry, event: Event | None, seconds: float) -> None:
+        """Its handlers have ended well, or it is for another group: to be acknowledged, and reported."""
+        entry.stage = Stage.ENDED
+        self._done.append(entry.id)
+        if event is not None and self.handling.reports:
+            self._ok.append((event, seconds))
 
     async def failed(self, entry: Entry, event: Event, error: BaseException, seconds: float) -> bool:
         """An attempt has failed; True when the entry is settled by that, and its key may go on."""
@@ -93,19 +100,20 @@ class Desk:
 
     async def flush(self) -> None:
         """Acknowledges what was handled, gives back what was released. Keeps both while Redis is away."""
-        while self.done:
-            done, ok = self.done[:], self.ok[:]
-            self.done.clear()
-            self.ok.clear()
+        while self._done:
+            done, ok = self._done, self._ok
+            self._done, self._ok = [], []
             try:
                 await self.group.acknowledge(done)
             except BaseException:
-                self.done[:0] = done
-                self.ok[:0] = ok
+                self._done = done + self._done
+                self._ok = ok + self._ok
                 raise
             self.settled += len(done)
-            for event, seconds in ok:
-                await self.handling.report(event, "ok", seconds)
+            self._told += ok
+        while self._told:
+            event, seconds = self._told.popleft()
+            await self.handling.report(event, "ok", seconds)
         while self._back:
             back = self._back.copy()
             trimmed = await self.group.release((entry.id, entry.attempt - 1) for entry in back.values())
