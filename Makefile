@@ -29,4 +29,4 @@ bench: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .bench build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -6,12 +6,12 @@ import asyncio
 import gc
 import statistics
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from oncely.testing import EmbeddedPostgres, EmbeddedValkey
 
-__all__ = ["Ratio", "Servers", "at_once", "compare"]
+__all__ = ["Absent", "Ratio", "Servers", "at_once", "compare"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,11 @@ class Servers:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Rates are medians, in operations a second; `ratio` is the median of the pairs' ratios."""
+    """Rates are medians, in operations a second; `ratio` is the median of the pairs' ratios.
+
+    `rounds` are the pairs, ours and the other's; `against` names the other; without a `limit` nothing is
+    promised.
+    """
 
     name: str
     ours: float
@@ -32,11 +36,46 @@ class Ratio:
     ratio: float
     lowest: float
     highest: float
-    limit: float
+    limit: float | None
+    rounds: tuple[tuple[float, float], ...] = ()
+    against: str = "bare"
+    note: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        rounds: Sequence[tuple[float, float]],
+        *,
+        limit: float | None,
+        against: str = "bare",
+        note: str = "",
+    ) -> Ratio:
+        ratios = [ours / bare for ours, bare in rounds]
+        return cls(
+            name=name,
+            ours=statistics.median(ours for ours, _ in rounds),
+            bare=statistics.median(bare for _, bare in rounds),
+            ratio=statistics.median(ratios),
+            lowest=min(ratios),
+            highest=max(ratios),
+            limit=limit,
+            rounds=tuple(rounds),
+            against=against,
+            note=note,
+        )
 
     @property
     def holds(self) -> bool:
-        return self.ratio >= self.limit
+        return self.limit is None or self.ratio >= self.limit
+
+
+@dataclass(frozen=True)
+class Absent:
+    """What could not be measured here, and why: it keeps its row in the table."""
+
+    name: str
+    reason: str
 
 
 async def compare(
@@ -60,16 +99,7 @@ async def compare(
             second, first = await _rate(bare), await _rate(ours)
         if round_number:
             rates.append((first, second))
-    ratios = [our / limit_ for our, limit_ in rates]
-    return Ratio(
-        name=name,
-        ours=statistics.median(our for our, _ in rates),
-        bare=statistics.median(limit_ for _, limit_ in rates),
-        ratio=statistics.median(ratios),
-        lowest=min(ratios),
-        highest=max(ratios),
-        limit=limit,
-    )
+    return Ratio.of(name, rates, limit=limit)
 
 
 async def at_once(request: Callable[[], Awaitable[None]], callers: int, times: int) -> int:
