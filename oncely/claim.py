@@ -10,6 +10,7 @@ transaction must not be committed; an AsyncSession refuses to.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +42,8 @@ class Claim:
 
     scope: str
     key: str
+    on_settled: Callable[[bool], object] | None = None
+    """Told when an answer was stored, and whether it is a refusal."""
 
     def __init__(
         self,
@@ -75,6 +78,8 @@ class Claim:
         """
         check_ttl(ttl)
         await self._caller.run_sync(self._settle, answer, ttl)
+        if self.on_settled is not None:
+            self.on_settled(self._undone)
         return Outcome(answer.status, answer.body, False, answer.headers)
 
     async def undo(self) -> None:

@@ -21,19 +21,22 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from sqlalchemy import Integer, MetaData, Table, Text
 
 from oncely.answer import Answer, Body, Outcome, read_answer
 from oncely.arguments import check_count
 from oncely.claim import NAME, Claim, check_ttl
-from oncely.errors import InvalidKey, KeyInFlight, Refused
+from oncely.errors import InvalidKey, KeyInFlight, KeyInUse, KeyReused, KeyUnanswered, Refused
 from oncely.event import check_key
 from oncely.gate import Gate, Miss, Request, fingerprint
 from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
 from oncely.tables import idempotency_table
+from oncely.telemetry.commit import tell_when_committed
+from oncely.telemetry.observer import Observer, guarded
+from oncely.telemetry.records import RequestGuarded
 from oncely.transaction import Caller, execute, is_retryable, join, owner_of
 
 __all__ = [
@@ -87,10 +90,16 @@ class IdempotencyKeys:
     table: Table
 
     def __init__(
-        self, metadata: MetaData, table_name: str = "idempotency_keys", schema: str | None = None
+        self,
+        metadata: MetaData,
+        table_name: str = "idempotency_keys",
+        schema: str | None = None,
+        *,
+        observer: Observer | None = None,
     ) -> None:
         self.table = idempotency_table(metadata, table_name, schema)
         tables = {"keys": self.table}
+        self._observer = guarded(observer)
         self._gate = Gate(self.table)
         self._get = Statement(_GET, tables, {**NAME})
         self._record = Statement(_RECORD, tables, {**NAME})
@@ -162,9 +171,29 @@ class IdempotencyKeys:
             raise InvalidKey("key is empty")
         if not isinstance(fingerprint, bytes):
             raise TypeError(f"fingerprint must be bytes, not {type(fingerprint).__name__}")
-        deadline = math.inf if wait is None else time.monotonic() + _seconds(wait)
+        seconds = math.inf if wait is None else _seconds(wait)
         caller = owner_of(session)
         request = Request(caller, scope, key, fingerprint)
+        begun = time.monotonic()
+        try:
+            held = await self._enter(request, begun + seconds, max(_RETRY_AFTER, wait or _RETRY_AFTER))
+        except tuple(_TOLD) as error:
+            if self._observer is not None:
+                self._observer(self._told(_TOLD[type(error)], begun))
+            raise
+        if (observer := self._observer) is None:
+            return held
+        if isinstance(held, Outcome):
+            observer(self._told("replayed", begun))
+        else:
+            held.on_settled = lambda refused: tell_when_committed(
+                session, observer, self._told("refused" if refused else "first", begun)
+            )
+        return held
+
+    async def _enter(self, request: Request, deadline: float, retry_after: timedelta) -> Outcome | Claim:
+        """The answer or the claim, waited for until the monotonic time `deadline`."""
+        caller = request.caller
         held = await caller.run_sync(self._gate.enter, request)
         if held is Miss.STALE:
             held = await caller.run_sync(self._gate.enter, request)
@@ -172,7 +201,7 @@ class IdempotencyKeys:
         while isinstance(held, Miss):
             left = deadline - time.monotonic()
             if held is Miss.TIMEOUT or left <= 0:
-                raise KeyInFlight(scope, key, max(_RETRY_AFTER, wait or _RETRY_AFTER))
+                raise KeyInFlight(request.scope, request.key, retry_after)
             if held is Miss.BUSY:
                 held = await caller.run_sync(self._gate.enter_in_turn, request, left)
             else:
@@ -245,6 +274,10 @@ class IdempotencyKeys:
 
         return await delete_in_batches(delete, limit)
 
+    def _told(self, outcome: _Told, begun: float) -> RequestGuarded:
+        duration = timedelta(seconds=time.monotonic() - begun)
+        return RequestGuarded(keys=self.table.fullname, outcome=outcome, duration=duration)
+
 
 def is_valid_key(key: object) -> bool:
     """Whether a client may send this as a key: 8 to 255 printable ASCII characters without spaces.
@@ -273,6 +306,16 @@ async def _answer(work: Work) -> Answer:
         raise TypeError(f"work must return (status, body) or an Answer, not {type(given).__name__}")
     return Answer(*given)
 
+
+_Told: TypeAlias = Literal["first", "refused", "replayed", "in_flight", "reused", "in_use", "unanswered"]
+
+_TOLD: dict[type[Exception], _Told] = {
+    KeyInFlight: "in_flight",
+    KeyReused: "reused",
+    KeyInUse: "in_use",
+    KeyUnanswered: "unanswered",
+}
+"""The errors that say how a request went."""
 
 _CLIENT_KEY = re.compile(r"[\x21-\x7e]{8,255}")
 _PAUSE = 0.005  # seconds

@@ -24,6 +24,9 @@ from oncely.event import Event, Handler, check_key
 from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
 from oncely.tables import inbox_table
+from oncely.telemetry.commit import tell_when_committed
+from oncely.telemetry.observer import Observer, guarded
+from oncely.telemetry.records import MessageReceived
 from oncely.transaction import Caller, Sessionmaker, execute, join, owner_of
 
 __all__ = ["Inbox", "InboxStats"]
@@ -47,8 +50,16 @@ class Inbox:
 
     table: Table
 
-    def __init__(self, metadata: MetaData, *, table_name: str = "inbox", schema: str | None = None) -> None:
+    def __init__(
+        self,
+        metadata: MetaData,
+        *,
+        table_name: str = "inbox",
+        schema: str | None = None,
+        observer: Observer | None = None,
+    ) -> None:
         self.table = inbox_table(metadata, table_name, schema)
+        self._observer = guarded(observer)
         tables = {"inbox": self.table}
         self._insert = Statement(_INSERT, tables, {"consumer": Text, "event_id": Uuid})
         self._stats = Statement(_STATS, tables, {"at_most": Integer})
@@ -83,6 +94,9 @@ class Inbox:
                 return False
             with _kept_open(session, savepoint):
                 await work()
+        if self._observer is not None:
+            record = MessageReceived(inbox=self.table.fullname, consumer=consumer, outcome="first")
+            tell_when_committed(session, self._observer, record)
         return True
 
     def handler(
@@ -102,9 +116,12 @@ class Inbox:
 
         async def handle_once(event: Event) -> None:
             async with sessionmaker() as session, session.begin() as transaction:
-                if await self._is_first(session, event, consumer):
-                    with _kept_open(session, transaction):
-                        await handle(session, event)
+                if not await self._is_first(session, event, consumer):
+                    return
+                with _kept_open(session, transaction):
+                    await handle(session, event)
+            if self._observer is not None:
+                self._observer(MessageReceived(inbox=self.table.fullname, consumer=consumer, outcome="first"))
 
         return handle_once
 
@@ -135,7 +152,10 @@ class Inbox:
     async def _is_first(self, session: Caller, event: Event | UUID, consumer: str) -> bool:
         event_id = event.id if isinstance(event, Event) else event
         row = {"consumer": consumer, "event_id": event_id}
-        return (await execute(session, self.table, self._insert, row)).rowcount == 1
+        is_first = (await execute(session, self.table, self._insert, row)).rowcount == 1
+        if self._observer is not None and not is_first:
+            self._observer(MessageReceived(inbox=self.table.fullname, consumer=consumer, outcome="duplicate"))
+        return is_first
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, Protocol
@@ -20,6 +21,8 @@ from sqlalchemy.types import TypeEngine
 from oncely.arguments import check_count, check_time
 from oncely.backoff import Backoff
 from oncely.loop import run_loop
+from oncely.telemetry.observer import Observer, guarded
+from oncely.telemetry.records import Outage, RowsPruned
 from oncely.transaction import Sessionmaker, is_passing
 
 __all__ = ["CUTOFF", "CUTOFF_TIME", "Prunable", "Retention", "cutoff_parameters", "delete_in_batches"]
@@ -72,6 +75,7 @@ class Retention:
         batch: int = BATCH,
         outage: Backoff = Backoff(),
         grace: timedelta = timedelta(seconds=10),
+        observer: Observer | None = None,
     ) -> None:
         if interval <= timedelta(0) or batch < 1:
             raise ValueError(f"interval ({interval}) and batch ({batch}) must be positive")
@@ -84,6 +88,7 @@ class Retention:
         self.batch = batch
         self.outage = outage
         self.grace = grace
+        self._observer = guarded(observer)
         self.waits_for: Literal["database"] | None = None
         """What it waits for while it is away."""
         self.last_success: datetime | None = None
@@ -109,9 +114,13 @@ class Retention:
         """One batch of each, in a transaction of its own; how many rows went, by the table's full name."""
         deleted = {}
         for prunable, age in self.keep.items():
+            begun = time.monotonic()
             async with self.sessionmaker() as session, session.begin():
                 count = await prunable.prune(session, older_than=age, limit=self.batch)
             deleted[prunable.table.fullname] = count
+            if self._observer is not None and count:
+                duration = timedelta(seconds=time.monotonic() - begun)
+                self._observer(RowsPruned(table=prunable.table.fullname, count=count, duration=duration))
         return deleted
 
     async def _tick(self) -> bool:
@@ -123,6 +132,16 @@ class Retention:
     def _note_outage(self, error: Exception, delay: timedelta) -> None:
         self.waits_for = "database"
         _log.warning("database down, next try in %s: %r", delay, error)
+        if self._observer is not None:
+            self._observer(
+                Outage(
+                    service="retention",
+                    name="",
+                    waits_for="database",
+                    error=type(error).__name__,
+                    retry_in=delay,
+                )
+            )
 
 
 def cutoff_parameters(older_than: timedelta | datetime) -> dict[str, Any]:

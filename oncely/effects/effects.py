@@ -12,9 +12,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from oncely.effects.once import Once
 from oncely.effects.run import Call, Policy, Run, Verify
 from oncely.effects.table_store import TableStore, check_duration
+from oncely.effects.watch import watched
 from oncely.errors import EffectFailed
 from oncely.event import check_key
 from oncely.tables import effects_table
+from oncely.telemetry.observer import Observer, guarded
 from oncely.transaction import Sessionmaker
 
 __all__ = ["Effects"]
@@ -47,11 +49,13 @@ class Effects(TableStore):
         redact: Callable[[BaseException], str] = str,
         table_name: str = "effects",
         schema: str | None = None,
+        observer: Observer | None = None,
     ) -> None:
         for type_ in failed_on:
             if not issubclass(type_, Exception):
                 raise TypeError(f"failed_on names subclasses of Exception, not {type_!r}")
         super().__init__(effects_table(metadata, table_name, schema), sessionmaker, stale_after=stale_after)
+        self._observer = guarded(observer)
         self._policy = Policy(stale_after, (EffectFailed, *failed_on), _describer(redact))
 
     async def run(
@@ -90,7 +94,11 @@ class Effects(TableStore):
         if wait < timedelta(0):
             raise ValueError(f"wait must not be negative, but is {wait!r}")
         run = Run(self, self._policy, key=key, args=args, call=call, verify=verify, ttl=ttl, wait=wait)
-        return await run()
+        if self._observer is None:
+            return await run()
+        name, failed_on = self.table.fullname, self._policy.failed_on
+        with watched(run, self._observer, effects=name, key=key, failed_on=failed_on):
+            return await run()
 
     def once(
         self,

@@ -15,7 +15,7 @@ import json
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Literal, Protocol, TypeAlias, cast
 
 from oncely.effects.heartbeat import Claim, Heartbeat, now
 from oncely.effects.record import NOT_HAPPENED, EffectRecord, Status
@@ -45,6 +45,9 @@ class TokenVerify(Protocol):
 
 Verify: TypeAlias = Callable[[str, Any], Awaitable[object]] | TokenVerify
 """Finds out what became of an unknown call: returns its result or NOT_HAPPENED, or raises."""
+
+
+Stage: TypeAlias = Literal["looking", "asking", "calling"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,10 @@ class Run:
         self._verify = verify
         self._ttl = ttl
         self._wait = wait
+        self.stage: Stage = "looking"
+        """What it does, or did last: looking at the record, asking the verifier, calling."""
+        self.found = False
+        """Whether the result is what the verifier found out."""
 
     async def __call__(self) -> Any:
         deadline = now() + self._wait.total_seconds()
@@ -106,12 +113,15 @@ class Run:
                 if record == asked_about:  # nobody was faster, and yet it could not be taken
                     raise EffectUnknown(self._key, record)
                 asked_about = record
+                self.stage = "asking"
                 answer = await self._ask(record)
+                self.stage = "looking"
                 if answer is NOT_HAPPENED:
                     claim = await self._take(record)
                 else:
                     result = _as_stored(answer, "the verifier's result")
                     if await self._store.take(record, Status.DONE, result=result, ttl=self._ttl):
+                        self.found = True
                         return result
             if claim is not None:
                 return await self._make(claim)
@@ -160,6 +170,7 @@ class Run:
 
     async def _make(self, claim: Claim) -> Any:
         """Make the call and return its result, once the record has it."""
+        self.stage = "calling"
         heartbeat = Heartbeat(self._store, claim, self._policy.stale_after)
         try:
             answer = await heartbeat.within(self._call)

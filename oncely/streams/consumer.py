@@ -39,7 +39,9 @@ from oncely.streams.in_flight import InFlight
 from oncely.streams.lag import GroupLag, lag
 from oncely.streams.letter import name_for
 from oncely.streams.trimming import Trimmed, trim
+from oncely.streams.watch import Watch
 from oncely.streams.worker import Worker
+from oncely.telemetry.observer import Observer, guarded
 
 __all__ = ["StreamConsumer"]
 
@@ -99,6 +101,7 @@ class StreamConsumer:
         grace: timedelta = timedelta(seconds=10),
         outage: Backoff = Backoff(first=timedelta(milliseconds=100), maximum=timedelta(seconds=10)),
         handler_timeout: timedelta | None = None,
+        observer: Observer | None = None,
     ) -> None:
         for name, text in (("stream", stream), ("group", group), ("consumer", consumer)):
             if text is not None and not isinstance(text, str):
@@ -131,7 +134,9 @@ class StreamConsumer:
         self.last_success: datetime | None = None
         """When Redis last answered all that a turn asked of it, by this machine's clock."""
         self.dead_letter_stream = name_for(redis, stream, dead_letter_stream)
-        self._handling = Handling(around, on_result, handler_timeout)
+        observed = guarded(observer)
+        self._watch = None if observed is None else Watch(observed, stream=stream, group=group)
+        self._handling = Handling(around, on_result, handler_timeout, self._watch)
         due = _due_times(retry_after_ms, max_attempts, backoff_factor, backoff_maximum)
         self._group = Group(redis, stream, group, self.consumer, self.dead_letter_stream, due)
         self._in_flight = InFlight(self._group, self._handling, max_attempts)
@@ -261,6 +266,8 @@ class StreamConsumer:
     def _note_outage(self, error: Exception, delay: timedelta) -> None:
         self.waits_for = "broker"
         logger.warning("Redis is away (%s); trying again in %.1f s", error, delay.total_seconds())
+        if self._watch is not None:
+            self._watch.away(error, delay)
 
 
 def _own_name() -> str:

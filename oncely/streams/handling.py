@@ -11,22 +11,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from oncely.arguments import check_async
 from oncely.event import Event, Handler
+from oncely.streams.watch import Around, Result, Watch
 
 __all__ = ["Around", "Handling", "OnResult", "Result", "Routes"]
-
-Result: TypeAlias = Literal["ok", "retry", "dead", "lost"]
-"""ok: handled and acknowledged. retry: failed, will be tried again. dead: moved to the dead letters.
-lost: it was trimmed away while it was pending, nobody will handle it."""
-
-Around: TypeAlias = Callable[[Event, Callable[[], Awaitable[object]]], Awaitable[object]]
-"""Wraps the handling of each event: `async def around(event, call): ...; await call(); ...`."""
 
 OnResult: TypeAlias = Callable[[Event | None, Result, float, BaseException | None], object]
 """Told of each result with the seconds that it took; plain or async. The event is None when there
@@ -40,14 +34,21 @@ logger = logging.getLogger("oncely.streams")
 class Handling:
     """What is to be done with an event, how long it may take, and who wants to know how it went."""
 
-    def __init__(self, around: Around | None, on_result: OnResult | None, timeout: timedelta | None) -> None:
+    def __init__(
+        self,
+        around: Around | None,
+        on_result: OnResult | None,
+        timeout: timedelta | None,
+        watch: Watch | None = None,
+    ) -> None:
         if around is not None:
             check_async(around, "around")
         if timeout is not None and timeout <= timedelta(0):
             raise ValueError(f"handler_timeout must be more than nothing, not {timeout}")
         self.routes = Routes()
-        self.reports = on_result is not None
-        self._around = around
+        self.reports = on_result is not None or watch is not None
+        self.watch = watch
+        self._around = around if watch is None else watch.around(around)
         self._on_result = on_result
         self._timeout = timeout
 
@@ -69,6 +70,8 @@ class Handling:
         self, event: Event | None, result: Result, seconds: float = 0.0, error: BaseException | None = None
     ) -> None:
         """Tells `on_result`. It cannot change the result, so its errors are logged and end here."""
+        if self.watch is not None:
+            self.watch.ended(event, result, seconds, error)
         if self._on_result is None:
             return
         try:

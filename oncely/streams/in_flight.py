@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from oncely.errors import Reject
 from oncely.event import Event
@@ -41,12 +41,14 @@ class InFlight:
         self._told: deque[tuple[Event, float]] = deque()  # acknowledged, and to be reported
         self._back: dict[bytes, Entry] = {}  # not handled, and to be given back
 
-    async def open_taken(self, taken: Iterable[Taken]) -> list[Entry]:
+    async def open_taken(self, taken: Sequence[Taken]) -> list[Entry]:
         """Entries taken over; what was trimmed, or has had all its attempts, is put away.
 
         A held one may be among them when nobody renewed it: it is still held, and young again.
         """
         opened = []
+        if self.handling.watch is not None:
+            self.handling.watch.taken_over(sum(entry.id not in self.held for entry in taken))
         for entry_id, deliveries, fields in taken:
             if entry_id in self.held:
                 continue

@@ -24,6 +24,7 @@ import httpx
 from oncely.backoff import Backoff
 from oncely.errors import AddressRefused, SealBroken, SealingKeyMissing, SigningScopeUnknown
 from oncely.loop import complete, within
+from oncely.telemetry.records import WebhookAttempted
 from oncely.transaction import Sessionmaker, is_passing
 from oncely.webhooks.leases import Lease, Standing
 from oncely.webhooks.outbox import Webhooks
@@ -96,16 +97,30 @@ class Courier:
             if attempt.sent:
                 ending = self._cut_short(lease, attempt, "Interrupted")
             try:
-                await within(self._record(lease, ending), self._grace / 2)
+                self._tell(lease, await within(self._record(lease, ending), self._grace / 2), ending.error)
             except TimeoutError:
                 _log.warning("webhook %s: its lease was not given back in time", lease.id)
             raise
         outcome = await complete(self._record(lease, ending), patience=self._grace / 2)
+        self._tell(lease, outcome, ending.error)
         return _report(lease, outcome, ending.error)
 
     async def release(self, lease: Lease) -> None:
         """Give a lease back that nothing was done with."""
         await self._record(lease, _Ending("released"))
+
+    def _tell(self, lease: Lease, outcome: Outcome, error: str | None) -> None:
+        if (observer := self._webhooks.observer) is not None:
+            observer(
+                WebhookAttempted(
+                    webhooks=self._webhooks.table.fullname,
+                    type=lease.routing.type,
+                    outcome=outcome,
+                    attempt=lease.attempt,
+                    error=error or "",
+                    duration=timedelta(seconds=time.monotonic() - lease.started_at),
+                )
+            )
 
     async def _make(self, lease: Lease, attempt: _Attempt) -> _Ending:
         try:

@@ -22,6 +22,9 @@ from oncely.event import check_key, uuid7
 from oncely.retention import delete_in_batches
 from oncely.statement import Statement
 from oncely.tables import webhooks_table
+from oncely.telemetry.commit import tell_when_committed
+from oncely.telemetry.observer import Observer, guarded
+from oncely.telemetry.records import WebhookEnqueued
 from oncely.transaction import Caller, join
 from oncely.webhooks.destination import Destination, HeadersLike, check_headers
 from oncely.webhooks.leases import EXPIRE, EXPIRY_BATCH, Lease, Leases
@@ -52,6 +55,7 @@ class Webhooks:
         table_name: str = "webhooks",
         schema: str | None = None,
         max_body_bytes: int = 1_048_576,
+        observer: Observer | None = None,
     ) -> None:
         if not _DAY <= horizon <= 7 * _DAY:
             raise ValueError(f"horizon must be 1 to 7 days, not {horizon}")
@@ -61,6 +65,7 @@ class Webhooks:
         self.keyring = keyring
         self.horizon = horizon
         self.max_body_bytes = max_body_bytes
+        self.observer = guarded(observer)
         self.leases = Leases(self.table)
         self._rows = Rows(self.table, keyring)
         self._operations = Operations(self.table)
@@ -122,7 +127,11 @@ class Webhooks:
             dedup_digest=_dedup_digest(caller, account, destination.url, type),
         )
         connection = await join(session, self.table)
-        return await self._rows.write(connection, row, content, horizon=self.horizon)
+        webhook_id = await self._rows.write(connection, row, content, horizon=self.horizon)
+        if self.observer is not None:
+            record = WebhookEnqueued(webhooks=self.table.fullname, type=type, repeated=webhook_id != row.id)
+            tell_when_committed(session, self.observer, record)
+        return webhook_id
 
     async def purge(self, session: Caller, *, limit: int | None = None) -> int:
         """Delete finished webhooks seven days after their last possible retry; how many rows.

@@ -20,6 +20,7 @@ from typing import Literal, TypeAlias
 from oncely.backoff import Backoff
 from oncely.errors import SigningScopeUnknown
 from oncely.loop import complete, run_loop, within
+from oncely.telemetry.records import Outage, WebhooksExpired
 from oncely.transaction import Sessionmaker, is_passing
 from oncely.webhooks.delivery import Courier, WebhookAttempt
 from oncely.webhooks.leases import EXPIRY_BATCH, Claimed, Lease
@@ -210,6 +211,16 @@ class WebhookWorker:
     def _note_outage(self, error: Exception, delay: timedelta) -> None:
         self.waits_for = "database"
         _log.warning("database down, next try in %.1f s: %s", delay.total_seconds(), describe(error))
+        if (observer := self.webhooks.observer) is not None:
+            observer(
+                Outage(
+                    service="webhooks",
+                    name=self.webhooks.table.fullname,
+                    waits_for="database",
+                    error=describe(error),
+                    retry_in=delay,
+                )
+            )
 
     def _collect(self) -> None:
         """Forget the attempts that have ended. Raises what one of them raised."""
@@ -233,6 +244,8 @@ class WebhookWorker:
         claimed = await complete(
             within(claiming, self.database_timeout), patience=self.grace / 2, undo=give_back
         )
+        if claimed.expired and (observer := self.webhooks.observer) is not None:
+            observer(WebhooksExpired(webhooks=self.webhooks.table.fullname, count=claimed.expired))
         if claimed.leases:
             origins = (lease.routing.origin for lease in claimed.leases)
             # Those after the last one came first, then those from the beginning.
