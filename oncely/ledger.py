@@ -366,11 +366,13 @@ marked AS (
 SELECT EXISTS (SELECT FROM ended)
 """
 
+# One list for each look-up by id: before PostgreSQL 17, two are tried in all pairs, or the table is read.
 _SETTLE_PARTLY = """
 WITH ended AS (DELETE FROM {claims} WHERE token = :token RETURNING event_ids),
+claimed AS (SELECT unnest(event_ids) AS id FROM ended),
 marked AS (
     UPDATE {outbox} SET published_at = statement_timestamp(), due_at = NULL
-    WHERE id = ANY ((SELECT event_ids FROM ended)::uuid[]) AND id = ANY (:published)
+    WHERE id = ANY (ARRAY(SELECT id FROM claimed INTERSECT SELECT unnest(:published)))
 ),
 failed AS (
     UPDATE {outbox} AS event
@@ -379,7 +381,8 @@ failed AS (
         due_at = statement_timestamp() + failure.delay,
         dead_at = CASE WHEN failure.delay IS NULL THEN statement_timestamp() END
     FROM unnest(:failed, :errors, :delays) AS failure (id, error, delay)
-    WHERE event.id = ANY ((SELECT event_ids FROM ended)::uuid[]) AND event.id = failure.id
+    WHERE event.id = ANY (ARRAY(SELECT id FROM claimed INTERSECT SELECT unnest(:failed)))
+      AND event.id = failure.id
 )
 SELECT EXISTS (SELECT FROM ended)
 """

