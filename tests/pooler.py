@@ -1,4 +1,4 @@
-"""PgBouncer in transaction mode before a PostgreSQL, the engine settings for it, and what is left in a session."""
+"""PgBouncer in transaction mode, the engine settings for it, and what is left behind in a session."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class EmbeddedPgBouncer(EmbeddedServer):
 
 
 async def left_behind(engine: AsyncEngine) -> list[tuple[str, str]]:
-    """What a session of PostgreSQL holds that outlives a transaction: the kind of each thing, and its name."""
+    """What a session holds that outlives a transaction: the kind of each thing, and its name."""
     async with engine.connect() as connection:
         return [(kind, name) for kind, name in await connection.execute(_LEFT_BEHIND)]
 

@@ -1,4 +1,4 @@
-"""Nothing of ours is state of a session: what a transaction did ends with it, so that poolers may share sessions."""
+"""Nothing of ours is state of a session: poolers may give each transaction another one."""
 
 from __future__ import annotations
 
