@@ -20,7 +20,7 @@ from sqlalchemy.types import TypeEngine
 
 from oncely.arguments import check_count, check_time
 from oncely.backoff import Backoff
-from oncely.loop import run_loop
+from oncely.loop import run_loop, within
 from oncely.telemetry.observer import Observer, guarded
 from oncely.telemetry.records import Outage, RowsPruned
 from oncely.transaction import Sessionmaker, is_passing
@@ -63,7 +63,8 @@ class Retention:
 
         Retention(sessions, {outbox: timedelta(days=7), keys: timedelta(days=1)})
 
-    Any number of them may run: they pass over each other's rows.
+    Any number of them may run: they pass over each other's rows. A database that has not answered a
+    batch for `database_timeout` is away, and is tried again by `outage`.
     """
 
     def __init__(
@@ -74,11 +75,14 @@ class Retention:
         interval: timedelta = timedelta(minutes=1),
         batch: int = BATCH,
         outage: Backoff = Backoff(),
+        database_timeout: timedelta = timedelta(seconds=30),
         grace: timedelta = timedelta(seconds=10),
         observer: Observer | None = None,
     ) -> None:
         if interval <= timedelta(0) or batch < 1:
             raise ValueError(f"interval ({interval}) and batch ({batch}) must be positive")
+        if database_timeout <= timedelta(0) or grace <= timedelta(0):
+            raise ValueError(f"database_timeout ({database_timeout}) and grace ({grace}) must be positive")
         for prunable, age in keep.items():
             if age < timedelta(0):
                 raise ValueError(f"the age for {prunable.table.name} is below zero: {age}")
@@ -87,6 +91,7 @@ class Retention:
         self.interval = interval
         self.batch = batch
         self.outage = outage
+        self.database_timeout = database_timeout
         self.grace = grace
         self._observer = guarded(observer)
         self.waits_for: Literal["database"] | None = None
@@ -115,13 +120,16 @@ class Retention:
         deleted = {}
         for prunable, age in self.keep.items():
             begun = time.monotonic()
-            async with self.sessionmaker() as session, session.begin():
-                count = await prunable.prune(session, older_than=age, limit=self.batch)
+            count = await within(self._prune(prunable, age), self.database_timeout)
             deleted[prunable.table.fullname] = count
             if self._observer is not None and count:
                 duration = timedelta(seconds=time.monotonic() - begun)
                 self._observer(RowsPruned(table=prunable.table.fullname, count=count, duration=duration))
         return deleted
+
+    async def _prune(self, prunable: Prunable, age: timedelta) -> int:
+        async with self.sessionmaker() as session, session.begin():
+            return await prunable.prune(session, older_than=age, limit=self.batch)
 
     async def _tick(self) -> bool:
         deleted = await self.run_once()

@@ -92,23 +92,23 @@ class Worker:
             raise ValueError("a worker without services has nothing to do")
         if grace <= timedelta(0):
             raise ValueError(f"grace must be positive, not {grace}")
-        self.services: dict[str, Service] = {}
-        """By their names; a second one of the same name has a number."""
+        self._named: dict[str, Service] = {}
         for service in services:
             if not isinstance(service, Service):
                 raise TypeError(
                     f"a service has run(stop), name, waits_for and last_success, which {service!r} has not"
                 )
-            if any(service is other for other in self.services.values()):
+            if any(service is other for other in self._named.values()):
                 raise ValueError(f"{service.name} is given twice")
-            self.services[self._free_name(service.name)] = service
+            self._named[self._free_name(service.name)] = service
+        self.services = services
         self.grace = grace
         self.close = tuple(close)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ending = asyncio.Event()
 
     def health(self) -> tuple[ServiceHealth, ...]:
-        """How each service is, in the order in which they were given."""
+        """How each service is, in the order in which they were given; a second one of a name has a number."""
         return tuple(
             ServiceHealth(
                 name=name,
@@ -116,7 +116,7 @@ class Worker:
                 last_success=service.last_success,
                 waits_for=service.waits_for,
             )
-            for name, service in self.services.items()
+            for name, service in self._named.items()
         )
 
     async def run(self, stop: asyncio.Event | None = None) -> None:
@@ -140,7 +140,7 @@ class Worker:
         """
 
         async def work(stop: asyncio.Event) -> int:
-            _log.info("running %s; a stop takes up to %s", ", ".join(self.services), self.grace)
+            _log.info("running %s; a stop takes up to %s", ", ".join(self._named), self.grace)
             failures = await self._run(stop)
             _log.info("ended")
             return 1 if failures else 0
@@ -155,7 +155,7 @@ class Worker:
         failures: list[Exception] = []
         try:
             async with asyncio.TaskGroup() as group:
-                for name, service in self.services.items():
+                for name, service in self._named.items():
                     self._tasks[name] = group.create_task(self._serve(name, service, failures), name=name)
                 group.create_task(self._end(stop))
         finally:
@@ -203,7 +203,7 @@ class Worker:
 
     def _free_name(self, name: str) -> str:
         number, free = 1, name
-        while free in self.services:
+        while free in self._named:
             number += 1
             free = f"{name} {number}"
         return free

@@ -254,12 +254,12 @@ class StreamConsumer:
                 async with self._turn:
                     pass
         except TimeoutError:
-            logger.warning("a handler has not ended although it was cancelled; it is left behind")
+            logger.warning("a handler or a call of Redis has not ended, and is left behind")
         try:
             async with asyncio.timeout(patience.total_seconds()):
                 await self._worker.leave()
-        except (*BROKER_ERRORS, TimeoutError):
-            logger.exception("left without giving everything back; it will be taken over")
+        except (*BROKER_ERRORS, TimeoutError) as error:
+            logger.warning("left without giving everything back, which will be taken over: %r", error)
         finally:
             await self._worker.close()
 

@@ -21,6 +21,7 @@ from tests.outboxes import Sessions, claim, emit, execute, fail, rows, sent_sql,
 from tests.relays import AT_ONCE
 from tests.schemas import schemas_of_their_own
 from tests.waiting import until
+from tests.wire import Wire
 
 pytestmark = pytest.mark.in_schema
 
@@ -200,6 +201,34 @@ async def test_a_database_that_ends_its_connections_is_waited_for(
     await work
 
 
+async def test_a_database_that_says_nothing_is_waited_for_and_that_shows(
+    database: Database, outbox: Outbox, sessions: Sessions, engine: AsyncEngine
+) -> None:
+    await emit(outbox, sessions, "a")
+    await publish_all(engine)
+    async with Wire.to_postgres(database.url) as wire:
+        through = Database(wire.url, database.schema).engine()
+        retention = Retention(
+            async_sessionmaker(through),
+            {outbox: NOW},
+            interval=timedelta(milliseconds=1),
+            outage=AT_ONCE,
+            database_timeout=timedelta(milliseconds=300),
+        )
+        stop = asyncio.Event()
+        work = asyncio.create_task(retention.run(stop))
+        await until(lambda: retention.last_success is not None)
+        assert retention.waits_for is None
+        wire.silence()
+        await until(lambda: retention.waits_for == "database")
+        wire.restore()
+        await until(lambda: retention.waits_for is None)
+        stop.set()
+        await work
+        await through.dispose()
+    assert await count(engine) == 0
+
+
 async def test_a_missing_table_ends_it(outbox: Outbox, engine: AsyncEngine, sessions: Sessions) -> None:
     await execute(engine, "DROP TABLE outbox")
     with pytest.raises(DBAPIError) as caught:
@@ -225,6 +254,8 @@ async def test_a_cutoff_is_a_time_with_a_zone(
         (timedelta(seconds=-1), {}, "outbox"),
         (NOW, {"interval": NOW}, "interval"),
         (NOW, {"batch": 0}, "batch"),
+        (NOW, {"database_timeout": NOW}, "database_timeout"),
+        (NOW, {"grace": NOW}, "grace"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(

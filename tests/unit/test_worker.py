@@ -294,7 +294,7 @@ def test_services_have_names_of_their_own() -> None:
         Retention(sessions, {outbox: timedelta(days=1), keys: timedelta(days=1)}),
         Relay(outbox, sessions, publish),
     ]
-    assert list(Worker(*services).services) == [
+    assert [each.name for each in Worker(*services).health()] == [
         "Relay shop.outbox",
         "StreamConsumer orders/mailer",
         "WebhookWorker webhooks",
