@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from oncely.backoff import Backoff
 
-__all__ = ["complete", "run_loop", "wait_for_either", "within"]
+__all__ = ["complete", "is_cancelled", "run_loop", "wait_for_either", "within"]
 
 _T = TypeVar("_T")
 
@@ -130,6 +130,12 @@ async def within(work: Coroutine[Any, Any, _T], limit: timedelta) -> _T:
     if not task.cancelled():
         return task.result()  # it ended in the very moment
     raise TimeoutError(f"no answer within {limit}")
+
+
+def is_cancelled() -> bool:
+    """Whether somebody has cancelled the running task; if not, a CancelledError came from within."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _until_stopped(work: Coroutine[Any, Any, bool], stop: asyncio.Event, grace: timedelta) -> bool:

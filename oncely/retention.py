@@ -48,7 +48,7 @@ The casts are for psycopg, which sends what is missing without a type: an age wo
 
 
 class Prunable(Protocol):
-    """What can be pruned: an Outbox, IdempotencyKeys, an Inbox."""
+    """What can be pruned: an Outbox, IdempotencyKeys, an Inbox, Webhooks."""
 
     @property
     def table(self) -> Table: ...

@@ -23,7 +23,7 @@ import httpx
 
 from oncely.backoff import Backoff
 from oncely.errors import AddressRefused, SealBroken, SealingKeyMissing, SigningScopeUnknown
-from oncely.loop import complete, within
+from oncely.loop import complete, is_cancelled, within
 from oncely.telemetry.records import WebhookAttempted
 from oncely.transaction import Sessionmaker, is_passing
 from oncely.webhooks.leases import Lease, Standing
@@ -91,7 +91,7 @@ class Courier:
         """
         attempt = _Attempt(lambda: self._look(lease), lease)
         try:
-            ending = await self._make(lease, attempt)
+            ending = await self._in_task_of_its_own(lease, attempt)
         except asyncio.CancelledError:
             ending = _Ending("released")
             if attempt.sent:
@@ -121,6 +121,15 @@ class Courier:
                     duration=timedelta(seconds=time.monotonic() - lease.started_at),
                 )
             )
+
+    async def _in_task_of_its_own(self, lease: Lease, attempt: _Attempt) -> _Ending:
+        """What is the user's there may cancel its own task (a leaked timeout): that is a failure, no more."""
+        try:
+            return await asyncio.ensure_future(self._make(lease, attempt))
+        except asyncio.CancelledError as error:
+            if is_cancelled():
+                raise
+            return self._cut_short(lease, attempt, describe(error))
 
     async def _make(self, lease: Lease, attempt: _Attempt) -> _Ending:
         try:

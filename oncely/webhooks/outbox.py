@@ -12,14 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from uuid import UUID
 
 from sqlalchemy import Integer, MetaData, Table
 
 from oncely.errors import InvalidKey
 from oncely.event import check_key, uuid7
-from oncely.retention import delete_in_batches
+from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
 from oncely.tables import webhooks_table
 from oncely.telemetry.commit import tell_when_committed
@@ -71,7 +71,9 @@ class Webhooks:
         self._operations = Operations(self.table)
         tables = {"webhooks": self.table}
         self._expire = Statement(EXPIRE, tables, {"batch": Integer})
-        self._purge = Statement(_PURGE, tables, {"limit": Integer})
+        self._prune = Statement(
+            _PRUNE.replace("/* cutoff */", CUTOFF_TIME), tables, CUTOFF | {"limit": Integer}
+        )
 
     async def enqueue(
         self,
@@ -133,25 +135,40 @@ class Webhooks:
             tell_when_committed(session, self.observer, record)
         return webhook_id
 
-    async def purge(self, session: Caller, *, limit: int | None = None) -> int:
-        """Delete finished webhooks seven days after their last possible retry; how many rows.
+    async def prune(
+        self,
+        session: Caller,
+        *,
+        older_than: timedelta | datetime = timedelta(days=7),
+        limit: int | None = None,
+    ) -> int:
+        """Delete finished webhooks whose last possible retry was before `older_than`; returns how many.
 
-        Overdue ones are expired first. In batches of 1,000, skipping rows that somebody has locked, up
-        to `limit`. Quarantined ones are kept: nobody has decided about them yet.
+        `older_than` is an age or an aware time; what is younger than seven days is kept all the same, so
+        that a late duplicate is recognised. Overdue ones are expired first. In batches of 1,000,
+        skipping rows that somebody has locked, up to `limit`. Quarantined ones are kept: nobody has
+        decided about them yet.
         """
+        cutoff = cutoff_parameters(older_than)
         connection = await join(session, self.table)
 
         async def expire(size: int) -> int:
             return (await connection.execute(self._expire, {"batch": size})).rowcount
 
         async def delete(size: int) -> int:
-            return (await connection.execute(self._purge, {"limit": size})).rowcount
+            return (await connection.execute(self._prune, cutoff | {"limit": size})).rowcount
 
         await delete_in_batches(expire, EXPIRY_BATCH if limit is None else limit)
         return await delete_in_batches(delete, limit)
 
+    async def purge(self, session: Caller, *, limit: int | None = None) -> int:
+        """`prune` as early as it may be."""
+        return await self.prune(session, limit=limit)
+
     async def stats(self, session: Caller, *, origins: int = 100) -> WebhookStats:
         """Counts of the table, and of the `origins` with the most pending webhooks."""
+        if origins < 0:
+            raise ValueError(f"origins is below zero: {origins}")
         return await self._operations.stats(session, limit=origins)
 
     async def list(
@@ -223,7 +240,7 @@ class Webhooks:
         caller: str | None = None,
         limit: int = 10_000,
     ) -> int:
-        """Give quarantined webhooks up: they become rejected, and are purged in time; how many."""
+        """Give quarantined webhooks up: they become rejected, and are pruned in time; how many."""
         return await self._operations.discard(session, error=error, which=which(ids, origin, caller, limit))
 
     async def reseal(self, session: Caller, *, after: UUID | None = None, limit: int = 1_000) -> Resealed:
@@ -256,12 +273,12 @@ def _checked(horizon: timedelta) -> timedelta:
     return horizon
 
 
-_PURGE = """
+_PRUNE = """
 DELETE FROM {webhooks}
 WHERE id = ANY (ARRAY(
     SELECT id FROM {webhooks}
     WHERE state IN ('delivered', 'expired', 'rejected')
-      AND retry_until < statement_timestamp() - interval '7 days'
+      AND retry_until < least(/* cutoff */, statement_timestamp() - interval '7 days')
     ORDER BY retry_until LIMIT :limit
     FOR UPDATE SKIP LOCKED))
 """

@@ -75,7 +75,7 @@ class Rows:
             same = {"dedup_digest": row.dedup_digest, "key": row.key}
             found = (await connection.execute(self._find, same)).mappings().one_or_none()
             if found is None:
-                continue  # purged in this very moment: the key is free
+                continue  # pruned in this very moment: the key is free
             first = routing(self._table, found)
             if (
                 first.signing_scope != row.signing_scope

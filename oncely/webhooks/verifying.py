@@ -29,7 +29,7 @@ from http_message_signatures.resolvers import MappingKeyResolver
 from http_message_signatures.signatures import HTTPMessageVerifier
 
 from oncely.errors import SignatureInvalid
-from oncely.webhooks.destination import HeadersLike, pairs_of
+from oncely.webhooks.destination import Destination, HeadersLike, pairs_of
 from oncely.webhooks.signing import check_ed25519, decode_secret, hmac_signature
 
 __all__ = ["HttpSignaturesVerifier", "StandardWebhooksVerifier", "Verified"]
@@ -106,7 +106,8 @@ class HttpSignaturesVerifier:
     def verify(self, method: str, url: str, headers: HeadersLike, body: bytes) -> Verified:
         """Who is who and when. `url` is the address that the sender was given, as the world sees it.
 
-        Behind a proxy that is not what the framework says: put it together from the public host.
+        Behind a proxy that is not what the framework says: put it together from the public host. It may
+        be spelled as it was given to the sender, who signs it in one spelling (see `Destination`).
         Raises SignatureInvalid.
         """
         fields = _fields(headers)
@@ -116,7 +117,7 @@ class HttpSignaturesVerifier:
         try:
             # Without the body and these components, a signature over nothing much would do.
             results = self._verifier.verify(
-                _Request(method.upper(), url, joined),
+                _Request(method.upper(), _in_one_spelling(url), joined),
                 max_age=None,
                 expect_tag=self._tag,
                 require_components=("@method", "@target-uri", "content-digest", "webhook-id"),
@@ -151,6 +152,13 @@ def _checked(tolerance: timedelta) -> timedelta:
     if tolerance <= timedelta(0):
         raise ValueError(f"tolerance must be positive, not {tolerance}")
     return tolerance
+
+
+def _in_one_spelling(url: str) -> str:
+    try:
+        return Destination.parse(url).url
+    except ValueError:
+        return url
 
 
 def _fields(headers: HeadersLike) -> dict[str, list[str]]:

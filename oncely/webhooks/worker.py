@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 from oncely.backoff import Backoff
 from oncely.errors import SigningScopeUnknown
-from oncely.loop import complete, run_loop, within
+from oncely.loop import complete, is_cancelled, run_loop, within
 from oncely.telemetry.records import Outage, WebhooksExpired
 from oncely.transaction import Sessionmaker, is_passing
 from oncely.webhooks.delivery import Courier, WebhookAttempt
@@ -161,7 +161,8 @@ class WebhookWorker:
                 await asyncio.wait(self._flying, timeout=self.grace.total_seconds())
         finally:
             await _cancel(self._flying)
-        self._collect()
+            ended, self._flying = self._flying, {}  # a worker that runs again begins anew
+        _raise_first(ended)
 
     async def run_once(self) -> WebhookRun:
         """One pass: claim what is due, up to `concurrency`, make those attempts, wait for all of them.
@@ -224,10 +225,10 @@ class WebhookWorker:
 
     def _collect(self) -> None:
         """Forget the attempts that have ended. Raises what one of them raised."""
-        for task in [task for task in self._flying if task.done()]:
+        ended = [task for task in self._flying if task.done()]
+        for task in ended:
             del self._flying[task]
-            if not task.cancelled():
-                task.result()
+        _raise_first(ended)
 
     async def _claim(self, limit: int, *, busy: Mapping[str, int]) -> Claimed:
         async def give_back(claimed: Claimed) -> None:
@@ -258,9 +259,13 @@ class WebhookWorker:
             try:
                 answer = self._on_attempt(attempt)
                 if inspect.isawaitable(answer):
-                    await answer
+                    await asyncio.ensure_future(answer)  # a task of its own, that it may cancel
             except Exception:  # noqa: BLE001  it cannot change what was recorded
                 _log.exception("on_attempt failed on webhook %s", attempt.id)
+            except asyncio.CancelledError:
+                if is_cancelled():
+                    raise
+                _log.exception("on_attempt was cancelled from within on webhook %s", attempt.id)
         return attempt
 
     async def _find_sender(self, scope: str | None) -> WebhookSender:
@@ -293,6 +298,13 @@ def _check_lease(lease: timedelta, sender: WebhookSender) -> None:
             f"lease ({lease}) must be {_MARGIN} longer than the sender's deadline ({sender.deadline}), "
             "or an attempt could outlive it"
         )
+
+
+def _raise_first(ended: Iterable[asyncio.Task[WebhookAttempt]]) -> None:
+    """Raise what one of these attempts raised, if any did."""
+    errors = [task.exception() for task in ended if not task.cancelled()]
+    for error in filter(None, errors):
+        raise error
 
 
 async def _cancel(tasks: Iterable[asyncio.Task[WebhookAttempt]]) -> None:

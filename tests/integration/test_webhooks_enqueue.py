@@ -295,4 +295,4 @@ async def test_every_statement_keeps_to_the_callers_schema(database: Database, e
             assert await webhooks.release(session) == await webhooks.discard(session) == 0
             assert await webhooks.sealed_with(session) == {"one": 1}
             assert (await webhooks.reseal(session)).resealed == 0
-            assert await webhooks.purge(session) == 0
+            assert await webhooks.prune(session) == 0

@@ -1,4 +1,4 @@
-"""What operators see of webhooks and do with them: stats, list, retry, release, discard, purge, reseal."""
+"""What operators see of webhooks and do with them: stats, list, retry, release, discard, prune, reseal."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from sqlalchemy import MetaData, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
+from oncely import Retention
 from oncely.webhooks import Keyring, Resealed, State, WebhookRun, Webhooks
 from tests.conftest import DRIVERS
 from tests.database import Database
@@ -94,6 +95,9 @@ async def test_stats_count_what_waits_and_what_ended_badly(
         ("https://b.example.com", 2, 1, True),
         ("https://c.example.com", 1, 0, False),
     ]
+    async with sessions() as session:
+        with pytest.raises(ValueError, match="origins is below zero"):
+            await webhooks.stats(session, origins=-1)
     assert [each.origin for each in first.origins] == ["https://a.example.com"]
 
 
@@ -200,31 +204,31 @@ async def test_when_the_key_is_back_what_was_quarantined_can_be_released(
     assert [request.target for request in server.requests] == ["/new"]
     await pass_time(engine, timedelta(days=30))
     async with sessions.begin() as session:
-        assert await rich.purge(session) == 1  # the delivered one: nobody has decided about the other
+        assert await rich.prune(session) == 1  # the delivered one: nobody has decided about the other
         assert await rich.release(session, error="SealingKeyMissing") == 1
     assert await worker(rich, sessions, server).run_once() == WebhookRun(delivered=1)
     assert [request.target for request in server.requests] == ["/new", "/old"]
 
 
 @both_drivers
-async def test_purge_deletes_what_is_finished_seven_days_after_its_last_retry(
+async def test_prune_deletes_what_is_finished_seven_days_after_its_last_retry(
     webhooks: Webhooks, sessions: Sessions, engine: AsyncEngine
 ) -> None:
     for state in ("delivered", "expired", "rejected", "quarantined"):
         await put(webhooks, sessions, engine, state, state)
     async with sessions.begin() as session:
         await pass_time(engine, timedelta(days=10) - HOUR)
-        assert await webhooks.purge(session) == 0
+        assert await webhooks.prune(session) == 0
     # A late duplicate is recognised until then.
     first = await enqueue(webhooks, sessions, "https://a.example.com/", key="delivered")
     assert (first,) in await rows(engine, "id")
     await pass_time(engine, 2 * HOUR)
     async with sessions.begin() as session:
-        assert await webhooks.purge(session) == 3
+        assert await webhooks.prune(session) == 3
     assert await rows(engine, "key") == [("quarantined",)]
 
 
-async def test_purge_expires_what_is_overdue_and_keeps_what_waits(
+async def test_prune_expires_what_is_overdue_and_keeps_what_waits(
     webhooks: Webhooks, sessions: Sessions, engine: AsyncEngine
 ) -> None:
     for key in ("overdue", "waits"):
@@ -232,11 +236,11 @@ async def test_purge_expires_what_is_overdue_and_keeps_what_waits(
     overdue = "UPDATE webhooks SET retry_until = statement_timestamp() WHERE key = 'overdue'"
     await execute(engine, overdue)
     async with sessions.begin() as session:
-        assert await webhooks.purge(session) == 0
+        assert await webhooks.prune(session) == 0
     assert await rows(engine, "key, state") == [("overdue", "expired"), ("waits", "pending")]
 
 
-async def test_purge_is_bounded_and_passes_over_locked_rows(
+async def test_prune_is_bounded_and_passes_over_locked_rows(
     webhooks: Webhooks, sessions: Sessions, engine: AsyncEngine
 ) -> None:
     for key in range(6):
@@ -245,17 +249,39 @@ async def test_purge_is_bounded_and_passes_over_locked_rows(
     async with sessions() as locking:
         await locking.execute(text("SELECT 1 FROM webhooks WHERE key = '0' FOR UPDATE"))
 
-        async def purge(limit: int | None) -> int:
+        async def prune(limit: int | None) -> int:
             async with sessions.begin() as session:
                 await session.execute(text("SET LOCAL lock_timeout = '300ms'"))
-                return await webhooks.purge(session, limit=limit)
+                return await webhooks.prune(session, limit=limit)
 
-        assert await purge(2) == 2
-        assert sum(await asyncio.gather(purge(None), purge(None))) == 3
+        assert await prune(2) == 2
+        assert sum(await asyncio.gather(prune(None), prune(None))) == 3
     assert await rows(engine, "key") == [("0",)]
 
 
-async def test_more_than_a_batch_is_expired_and_purged(
+async def test_retention_keeps_house_for_webhooks_but_never_before_seven_days(
+    webhooks: Webhooks, sessions: Sessions, engine: AsyncEngine
+) -> None:
+    await put(webhooks, sessions, engine, "k", "delivered")
+    deleted = []
+    for age, days in ((timedelta(0), 9), (timedelta(days=9), 2), (timedelta(0), 0)):
+        await pass_time(engine, timedelta(days=days))
+        deleted.append(await Retention(sessions, {webhooks: age}).run_once())
+    assert deleted == [{"webhooks": 0}, {"webhooks": 0}, {"webhooks": 1}]
+
+
+async def test_it_is_purged_too_as_early_as_it_may_be(
+    webhooks: Webhooks, sessions: Sessions, engine: AsyncEngine
+) -> None:
+    for key in ("a", "b"):
+        await put(webhooks, sessions, engine, key, "delivered")
+    await pass_time(engine, timedelta(days=10) + HOUR)
+    async with sessions.begin() as session:
+        assert await webhooks.purge(session, limit=1) == 1
+        assert await webhooks.purge(session) == 1
+
+
+async def test_more_than_a_batch_is_expired_and_pruned(
     webhooks: Webhooks, sessions: Sessions, server: Endpoint, engine: AsyncEngine
 ) -> None:
     await enqueue(webhooks, sessions, server.url())
@@ -272,7 +298,7 @@ async def test_more_than_a_batch_is_expired_and_purged(
     assert [(await one.run_once()).expired for _ in range(4)] == [1000, 1000, 500, 0]
     await pass_time(engine, timedelta(days=8))
     async with sessions.begin() as session:
-        assert await webhooks.purge(session) == 2500
+        assert await webhooks.prune(session) == 2500
 
 
 @both_drivers
@@ -350,7 +376,7 @@ PLANS = {
     " ORDER BY due_at LIMIT 4",
     "overdue": "SELECT id FROM webhooks WHERE state = 'pending' AND retry_until <= now()"
     " ORDER BY retry_until LIMIT 9",
-    "purge": "SELECT id FROM webhooks WHERE state IN ('delivered', 'expired', 'rejected')"
+    "prune": "SELECT id FROM webhooks WHERE state IN ('delivered', 'expired', 'rejected')"
     " AND retry_until < now() ORDER BY retry_until LIMIT 9",
 }
 

@@ -246,7 +246,7 @@ async def test_what_is_overdue_does_not_expire_under_a_live_lease(
         await execute(engine, "UPDATE webhooks SET retry_until = statement_timestamp()")
         assert await other.run_once() == WebhookRun()
         async with sessions.begin() as session:
-            assert await webhooks.purge(session) == 0
+            assert await webhooks.prune(session) == 0
         return Answer(200)
 
     server.script = script

@@ -17,9 +17,11 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 from oncely.backoff import Backoff
 from oncely.errors import TablesMissing
 from oncely.webhooks import (
+    Message,
     SigningScopeUnknown,
     StandardWebhooks,
     StandardWebhooksVerifier,
+    WebhookAttempt,
     WebhookRun,
     Webhooks,
     WebhookSender,
@@ -502,6 +504,76 @@ async def test_a_missing_table_ends_the_worker(
         await worker(webhooks, sessions, server).run()
     with pytest.raises(TablesMissing):
         await worker(webhooks, sessions, server).run_once()
+
+
+async def test_a_worker_that_an_error_ended_can_run_again(
+    webhooks: Webhooks, sessions: Sessions, server: Endpoint, engine: AsyncEngine
+) -> None:
+    """What its other attempts raised meanwhile belongs to the run that ended."""
+    arrived = asyncio.Event()
+
+    async def script(received: Received, writer: asyncio.StreamWriter) -> Answer:
+        if len(server.requests) == 3:
+            await execute(engine, "ALTER TABLE webhooks RENAME TO elsewhere")
+            arrived.set()
+        await arrived.wait()
+        return Answer(200)
+
+    server.script = script
+    for key in range(3):
+        await enqueue(webhooks, sessions, server.url(), key=str(key))
+    one = worker(webhooks, sessions, server)
+    with pytest.raises(TablesMissing):
+        await one.run()
+    await execute(engine, "ALTER TABLE elsewhere RENAME TO webhooks")
+    stop, task = await running(one)
+    await execute(engine, "UPDATE webhooks SET token = NULL, due_at = now()")
+
+    async def delivered() -> bool:
+        return await rows(engine, "state") == [("delivered",)] * 3
+
+    await until(delivered)
+    stop.set()
+    await task
+
+
+@pytest.mark.parametrize("culprit", ["resolver", "signer", "lookup"])
+async def test_what_cancels_its_own_task_has_failed_and_nothing_else(
+    webhooks: Webhooks, sessions: Sessions, server: Endpoint, engine: AsyncEngine, culprit: str
+) -> None:
+    """A timeout that leaked, for one: it is tried again later, not at once and for ever."""
+
+    class Signer(StandardWebhooks):
+        def sign(self, message: Message) -> list[tuple[str, str]]:
+            if culprit == "signer":
+                raise asyncio.CancelledError
+            return super().sign(message)
+
+    async def lookup(host: str, port: int) -> Sequence[str]:
+        if culprit == "lookup":
+            raise asyncio.CancelledError
+        return ["127.0.0.1"]
+
+    async def resolver(scope: str) -> WebhookSender:
+        if culprit == "resolver":
+            raise asyncio.CancelledError
+        return WebhookSender(Signer(SECRET), transport=server.transport(lookup=lookup))
+
+    await enqueue(webhooks, sessions, server.url(), signing_scope="acme")
+    run = await worker(webhooks, sessions, server, resolver=resolver).run_once()
+    assert run == WebhookRun(retried=1)
+    assert await row_of(engine) == ("pending", 1, "CancelledError")
+
+
+async def test_on_attempt_that_cancels_its_own_task_ends_nothing(
+    webhooks: Webhooks, sessions: Sessions, server: Endpoint, engine: AsyncEngine
+) -> None:
+    async def on_attempt(attempt: WebhookAttempt) -> None:
+        raise asyncio.CancelledError
+
+    await enqueue(webhooks, sessions, server.url())
+    one = worker(webhooks, sessions, server, on_attempt=on_attempt)
+    assert await one.run_once() == WebhookRun(delivered=1)
 
 
 async def test_a_resolver_is_asked_at_every_attempt_so_credentials_rotate(

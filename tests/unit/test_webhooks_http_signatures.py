@@ -20,6 +20,7 @@ from http_message_signatures.resolvers import MappingKeyResolver
 
 from oncely.errors import SignatureInvalid
 from oncely.webhooks import HttpSignatures, HttpSignaturesVerifier, Message
+from oncely.webhooks.destination import Destination
 
 ID = uuid.UUID("01a2281b-01fd-7553-8e1c-f94500c7de22")
 URL = "https://hooks.example.com/in%7e/x?a='b'&c=%2F"
@@ -136,6 +137,17 @@ def test_another_method_or_address_is_refused() -> None:
     for method, url in (("PUT", URL), ("POST", URL + "&x"), ("POST", URL.replace("https", "http"))):
         with pytest.raises(SignatureInvalid, match="mismatch"):
             VERIFIER.verify(method, url, fields, BODY)
+
+
+@pytest.mark.parametrize("spelled", ["HTTPS://Shop.Example:443?n=1", "https://shop.example:0443/?n=1"])
+def test_an_address_may_be_spelled_as_the_sender_was_given_it(spelled: str) -> None:
+    signed = Message(ID, datetime.now(UTC), Destination.parse(spelled).url, JSON, BODY)
+    fields = [*JSON, *HttpSignatures(PRIVATE, key_id="k").sign(signed)]
+    verifier = HttpSignaturesVerifier({"k": PUBLIC})
+    assert verifier.verify("POST", spelled, fields, BODY).id == str(ID)
+    assert verifier.verify("POST", "https://shop.example/?n=1", fields, BODY).id == str(ID)
+    with pytest.raises(SignatureInvalid):
+        verifier.verify("POST", "https://shop.example/?N=1", fields, BODY)
 
 
 def test_without_a_signature_it_says_so() -> None:
