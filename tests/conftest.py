@@ -23,6 +23,17 @@ from tests.database import Database
 DRIVERS = ("asyncpg", "psycopg")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="a test that was skipped fails the run")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.config.getoption("no_skips") and reporter is not None and reporter.stats.get("skipped"):
+        reporter.write_line("\n--no-skips: tests were skipped", red=True)
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[EmbeddedPostgres]:
     """The session's PostgreSQL server. Tests that stop a server start one of their own."""

@@ -189,9 +189,8 @@ async def test_a_session_with_engines_by_table_is_a_caller_too(
     assert (await shop.items(), await shop.stored()) == ([], ["order-1"])
 
 
+@pytest.mark.parametrize("driver", ["psycopg"], indirect=True)  # SQLAlchemy has none on asyncpg
 async def test_a_two_phase_session_is_a_caller_too(shop: Shop) -> None:
-    if shop.engine.dialect.driver == "asyncpg":
-        pytest.skip("SQLAlchemy has no two-phase transactions on asyncpg")
     async with async_sessionmaker(shop.engine, twophase=True)() as session:
         await shop.order(session)
         await session.commit()
