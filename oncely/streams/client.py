@@ -1,8 +1,8 @@
 """How Redis is asked: one command or one script at a time, its reply raw, on any client of redis-py.
 
 A script does in one step what its steps apart would get wrong. Its keys share a hash slot, so a
-cluster takes it. Errors inside come back as Redis wrote them (`pcall`), so that their code word
-stands first on every server version. A script that a server does not have any more (SCRIPT FLUSH,
+cluster takes it. Errors inside come back as Redis wrote them (`pcall`), so that their code word is
+to be found on every server version. A script that a server does not have any more (SCRIPT FLUSH,
 failover) is sent again.
 """
 

@@ -54,6 +54,13 @@ def is_lost_group(error: ResponseError) -> bool:
 
 
 def code_word(text: str) -> str:
-    """The code word of a server's error; ERR when it has none (clients drop that one)."""
-    word = text.partition(" ")[0]
-    return word if word.isupper() and word.isalpha() else "ERR"
+    """The code word of a server's error; ERR when it has none (clients drop that one).
+
+    Servers before Redis 7 put where a script stood in front of what they refuse it: as a replica, for
+    want of memory or of replicas, with a disk that fails.
+    """
+    for candidate in (text, text.rpartition("@user_script")[2].partition(" -")[2]):
+        word = candidate.partition(" ")[0]
+        if word.isupper() and word.isalpha():
+            return word
+    return "ERR"

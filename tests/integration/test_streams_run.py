@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from itertools import pairwise
@@ -32,13 +32,6 @@ QUICK = Backoff(first=timedelta(milliseconds=10), maximum=timedelta(milliseconds
 @pytest.fixture(params=["valkey", "redis_6_2"])
 def redis_url(request: pytest.FixtureRequest) -> str:
     return str(request.getfixturevalue(request.param).url)
-
-
-@pytest.fixture
-def own_valkey() -> Iterator[EmbeddedValkey]:
-    """A server that the test may flush and stop."""
-    with EmbeddedValkey() as server:
-        yield server
 
 
 @asynccontextmanager
@@ -153,6 +146,31 @@ async def test_an_outage_is_waited_out(own_valkey: EmbeddedValkey) -> None:
             await stream_publisher(redis, "orders")(events("b"))
             await until(lambda: has(handler, 2))
         assert handler.handled == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("refuse", "accept"),
+    [
+        ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
+        ("CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0"),
+    ],
+)
+async def test_a_server_that_takes_no_writes_is_waited_out(
+    own_server: EmbeddedValkey, refuse: str, accept: str
+) -> None:
+    """Also when it is a script that it refuses to let write, which old servers word differently."""
+    async with Redis.from_url(own_server.url) as redis:
+        handler = Recorder()
+        consumer = StreamConsumer(redis, stream="orders", retry_after_ms=20, outage=QUICK)
+        consumer.subscribe("*", handler)
+        await stream_publisher(redis, "orders")(events("a", "b"))
+        await deliver(redis, "orders", "dead")
+        await redis.execute_command(*refuse.split())  # type: ignore[no-untyped-call]  # redis-py's
+        async with running(consumer):
+            await until(lambda: waits(consumer))
+            await redis.execute_command(*accept.split())  # type: ignore[no-untyped-call]  # redis-py's
+            await until(lambda: has(handler, 2))
+        assert handler.attempts == [("a", 2), ("b", 2)]
 
 
 async def test_acknowledgements_outlast_an_outage(own_valkey: EmbeddedValkey) -> None:
@@ -680,6 +698,10 @@ async def test_a_consumer_runs_with_handlers_and_once_at_a_time(redis: Redis, st
 
 async def has(handler: Recorder, count: int) -> bool:
     return len(handler.handled) >= count
+
+
+async def waits(consumer: StreamConsumer) -> bool:
+    return consumer.waits_for == "broker"
 
 
 async def has_handled(handler: Recorder, payload: object) -> bool:

@@ -186,8 +186,14 @@ def test_an_entry_of_somebody_else_is_no_dead_letter() -> None:
     assert parse([]) is None
 
 
-def test_the_code_word_stands_first() -> None:
+def test_the_code_word_stands_first_or_behind_the_place_in_a_script() -> None:
     assert code_word("NOGROUP No such key") == "NOGROUP"
+    assert code_word("NOREPLICAS Not enough. script: f_1a, on @user_script:25.") == "NOREPLICAS"
+    assert code_word("@user_script: 10: -OOM command not allowed when used") == "OOM"
+    assert code_word(
+        "Error running script (call to f_1a): @user_script:4: @user_script: 4: -READONLY You"
+    ) == ("READONLY")
+    assert code_word("Error running script (call to f_1a): @user_script:4: wrong type of argument") == "ERR"
     assert code_word("wrong number of arguments") == "ERR"
     assert code_word("") == "ERR"
 
