@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from oncely.cli.run import run
 from oncely.cli.status import status
 
 __all__ = ["app"]
@@ -15,7 +16,8 @@ app = typer.Typer(
     TARGET is an import string, package.module:attribute, of a Worker, of one of oncely's objects, or of
     a list of them. Without one, oncely's tables are found in --database-url or ONCELY_DATABASE_URL.
 
-    Exit codes: 0 done; 1 something is wrong, not found or not confirmed; 2 wrong use of the command.
+    Exit codes: 0 done; 1 something is wrong, not found or not confirmed; 2 wrong use of the command. Those
+    of run are its own.
     """,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -29,4 +31,5 @@ def _commands() -> None:
     """Keeps the name of a command even when there is only one."""
 
 
+app.command()(run)
 app.command()(status)

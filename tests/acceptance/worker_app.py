@@ -1,24 +1,20 @@
-"""A web application that runs its worker itself: DATABASE_URL, REDIS_URL and STREAM say where."""
+"""A web application that runs its worker itself."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import timedelta
 
 from fastapi import FastAPI
 
-from tests.acceptance.worker_process import make_worker
+from tests.acceptance.worker_process import from_environment
 
 
 def create_app() -> FastAPI:
     logging.basicConfig(level=logging.INFO, format="%(name)s %(levelname)s %(message)s")
-    worker = make_worker(
-        os.environ["DATABASE_URL"], os.environ["REDIS_URL"], os.environ["STREAM"], timedelta(seconds=5)
-    )
+    worker = from_environment()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -78,6 +78,9 @@ async def do(event: Event) -> None:
     print(f"ended {event.topic} {event.payload}", flush=True)
 
 
+async def skip(event: Event) -> None: ...
+
+
 class Bug:
     """A service that fails once it is told to go."""
 
@@ -110,12 +113,18 @@ def make_worker(
         redis, stream=stream, group=GROUP, retry_after_ms=60_000, concurrency=4, outage=OFTEN, grace=grace / 5
     )
     consumer.subscribe("handle", do)
-    consumer.subscribe("publish", lambda _: nothing())
+    consumer.subscribe("publish", skip)
     retention = Retention(sessions, {outbox: timedelta(days=1)}, outage=OFTEN, grace=grace / 5)
     services: list[Service] = [relay, consumer, retention]
     if bug:
         services.append(Bug())
     return Worker(*services, grace=grace, close=[redis.aclose, engine.dispose])
+
+
+def from_environment() -> Worker:
+    """For `oncely run` and for a web application: DATABASE_URL, REDIS_URL and STREAM say where."""
+    database, redis, stream = (os.environ[name] for name in ("DATABASE_URL", "REDIS_URL", "STREAM"))
+    return make_worker(database, redis, stream, timedelta(seconds=5), bug="BUG" in os.environ)
 
 
 def main() -> int:

@@ -13,7 +13,6 @@ import inspect
 import json
 import os
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,9 @@ from redis.asyncio import Redis
 from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from oncely import Worker
 from tests.database import Database
+from tests.waiting import until
 
 README = Path(__file__).parents[2] / "README.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -94,11 +95,13 @@ async def test_the_examples_run(database: Database, redis_url: str, monkeypatch:
                 await result
             ran += 1
         await the_routes_answer(namespace["app"])
-        # The worker of the README ends when it is told to.
-        worker = asyncio.create_task(namespace["main"]())  # type: ignore[operator]  # made by a block
-        await asyncio.sleep(0)
-        os.kill(os.getpid(), signal.SIGTERM)
-        await worker
+        worker = namespace["worker"]
+        assert isinstance(worker, Worker)
+        stop = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(worker.run(stop))
+            await until(lambda: all(each.last_success for each in worker.health()))
+            stop.set()
     finally:
         await http.aclose()
         engine, redis = namespace.get("engine"), namespace.get("redis")
