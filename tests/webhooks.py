@@ -18,7 +18,7 @@ import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -133,8 +133,10 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def endpoint(*, names: Sequence[str] = ("*.example.com",)) -> AsyncIterator[Endpoint]:
-    """An HTTPS server on this machine whose certificate has these names."""
+async def endpoint(
+    *, names: Sequence[str] = ("*.example.com",), not_after: datetime | None = None
+) -> AsyncIterator[Endpoint]:
+    """An HTTPS server on this machine whose certificate has these names, and ends then."""
     made = Endpoint()
     running: set[asyncio.Task[None]] = set()
 
@@ -143,7 +145,7 @@ async def endpoint(*, names: Sequence[str] = ("*.example.com",)) -> AsyncIterato
         running.add(task)
         task.add_done_callback(running.discard)
 
-    server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=_certified(*names))
+    server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=_certified(*names, not_after=not_after))
     made.port = server.sockets[0].getsockname()[1]
     try:
         yield made
@@ -237,9 +239,11 @@ def _authority() -> trustme.CA:
 
 
 @cache
-def _certified(*names: str) -> ssl.SSLContext:
+def _certified(*names: str, not_after: datetime | None = None) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    _authority().issue_cert(*names).configure_cert(context)
+    not_before = None if not_after is None else not_after - timedelta(days=1)
+    made = _authority().issue_cert(*names, not_before=not_before, not_after=not_after)
+    made.configure_cert(context)
     return context
 
 

@@ -42,7 +42,7 @@ OnAttempt: TypeAlias = Callable[[WebhookAttempt], object]
 
 @dataclass(frozen=True, slots=True)
 class WebhookRun:
-    """How many attempts of one pass ended how (see `Outcome`); `expired` counts overdue ones too."""
+    """How many attempts of one pass ended how (see `Outcome`); `overdue` ones expired without another."""
 
     delivered: int = 0
     retried: int = 0
@@ -51,10 +51,13 @@ class WebhookRun:
     quarantined: int = 0
     released: int = 0
     lost: int = 0
+    overdue: int = 0
 
     @property
     def attempts(self) -> int:
-        return self.delivered + self.retried + self.rejected + self.quarantined + self.released + self.lost
+        """All but the overdue ones."""
+        failed = self.retried + self.rejected + self.expired + self.quarantined
+        return self.delivered + failed + self.released + self.lost
 
 
 class WebhookWorker:
@@ -181,10 +184,11 @@ class WebhookWorker:
             delivered=counts["delivered"],
             retried=counts["retry"],
             rejected=counts["rejected"],
-            expired=counts["expired"] + claimed.expired,
+            expired=counts["expired"],
             quarantined=counts["quarantined"],
             released=counts["released"],
             lost=counts["lost"],
+            overdue=claimed.expired,
         )
 
     async def _tick(self) -> bool:

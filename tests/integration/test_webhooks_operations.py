@@ -295,7 +295,7 @@ async def test_more_than_a_batch_is_expired_and_pruned(
     )
     await pass_time(engine, timedelta(days=3))
     one = worker(webhooks, sessions, server)
-    assert [(await one.run_once()).expired for _ in range(4)] == [1000, 1000, 500, 0]
+    assert [(await one.run_once()).overdue for _ in range(4)] == [1000, 1000, 500, 0]
     await pass_time(engine, timedelta(days=8))
     async with sessions.begin() as session:
         assert await webhooks.prune(session) == 2500

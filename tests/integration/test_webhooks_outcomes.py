@@ -200,7 +200,8 @@ async def test_the_last_attempt_is_made_in_time_and_then_it_expires(
     # An hour would be too long: it comes when a lease is left.
     assert about(await delay_of(engine), timedelta(minutes=40) - LEASE)
     await pass_time(engine, timedelta(minutes=40) - LEASE)
-    assert await one.run_once() == WebhookRun(expired=1)
+    run = await one.run_once()
+    assert (run, run.attempts) == (WebhookRun(expired=1), 1)
     assert await row_of(engine, "state, last_error, token") == ("expired", "HTTP 500", None)
     assert len(server.requests) == 2
 
@@ -231,7 +232,8 @@ async def test_what_is_overdue_expires_unsent(
 ) -> None:
     await enqueue(webhooks, sessions, server.url())
     await pass_time(engine, 3 * DAY)
-    assert await worker(webhooks, sessions, server).run_once() == WebhookRun(expired=1)
+    run = await worker(webhooks, sessions, server).run_once()
+    assert (run, run.attempts) == (WebhookRun(overdue=1), 0)
     assert await row_of(engine) == ("expired", 0, None)
     assert server.connections == 0
 
@@ -264,7 +266,7 @@ async def test_when_the_time_is_over_before_the_request_it_is_not_sent(
     await enqueue(webhooks, sessions, server.url())
     one = worker(webhooks, sessions, server, sender=sender(server, lookup=lookup))
     assert await one.run_once() == WebhookRun(released=1)
-    assert await one.run_once() == WebhookRun(expired=1)
+    assert await one.run_once() == WebhookRun(overdue=1)
     assert await row_of(engine) == ("expired", 0, None)
     assert server.requests == []
 

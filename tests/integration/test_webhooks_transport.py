@@ -9,6 +9,7 @@ import ssl
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from uuid import UUID
 
 import h11
@@ -21,7 +22,7 @@ from oncely.webhooks.sealing import Content
 from oncely.webhooks.sending import Reply
 from oncely.webhooks.transport import PinnedConnection
 from tests.waiting import until
-from tests.webhooks import Answer, Endpoint, Received, endpoint, sender, trusting
+from tests.webhooks import Answer, Endpoint, Received, authority_file, endpoint, sender, trusting
 
 ID = UUID(int=1)
 SHORT = timedelta(milliseconds=400)
@@ -162,6 +163,24 @@ async def test_a_proxy_in_the_environment_is_not_used(
             monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
         assert await post(sender(server), server.url()) == Reply(204)
         assert proxy.connections == 0
+
+
+async def test_an_authority_in_the_environment_is_not_trusted(
+    server: Endpoint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority_file(tmp_path)))
+    monkeypatch.setenv("SSL_CERT_DIR", str(tmp_path))
+    with pytest.raises(httpx.ConnectError) as refused:
+        await post(sender(server, ssl_context=None), server.url())
+    assert isinstance(refused.value.__cause__, ssl.SSLCertVerificationError)
+
+
+async def test_a_certificate_of_yesterday_is_refused() -> None:
+    async with endpoint(not_after=datetime.now(UTC) - timedelta(days=1)) as server:
+        with pytest.raises(httpx.ConnectError) as refused:
+            await post(sender(server), server.url())
+        assert isinstance(refused.value.__cause__, ssl.SSLCertVerificationError)
+        assert server.requests == []
 
 
 async def test_an_address_that_refuses_is_passed_over(server: Endpoint) -> None:
