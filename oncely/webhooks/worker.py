@@ -107,6 +107,11 @@ class WebhookWorker:
         for name, duration in durations.items():
             if duration <= timedelta(0):
                 raise ValueError(f"{name} must be positive, not {duration}")
+        if lease > webhooks.horizon / _LEASES_IN_A_HORIZON:
+            raise ValueError(
+                f"lease ({lease}) must be {_LEASES_IN_A_HORIZON} times shorter than the horizon "
+                f"({webhooks.horizon}), or the first failure could be the last"
+            )
         if sender is not None:
             _check_lease(lease, sender)
         self.webhooks = webhooks
@@ -291,6 +296,8 @@ class WebhookWorker:
 
 _MARGIN = timedelta(seconds=5)
 """So much longer than the sender's deadline a lease must be."""
+
+_LEASES_IN_A_HORIZON = 24
 
 _MOMENT = 0.01
 """Seconds in which places that become free are given away together."""

@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import Worker
+from oncely.event import uuid7
+from oncely.webhooks import Message, StandardWebhooks
 from tests.database import Database
 from tests.waiting import until
 
@@ -67,6 +70,14 @@ async def the_routes_answer(app: Any) -> None:
         assert (await client.post("/payments?amount=3", headers={"X-User": "Ada"})).status_code == 400
 
 
+async def the_webhook_is_received(receiver: Any, secret: str) -> None:
+    message = Message(uuid7(), datetime.now(UTC), "https://shop/hooks", (), b'{"order": 1}')
+    signed = StandardWebhooks(secret).sign(message)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(receiver), base_url="https://shop") as client:
+        for body, status in ((message.body, 204), (message.body, 204), (b'{"order": 2}', 401)):
+            assert (await client.post("/hooks", headers=signed, content=body)).status_code == status
+
+
 async def test_the_examples_run(database: Database, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The reader's engine, on the test's schema where the server is the user's.
     monkeypatch.setattr("sqlalchemy.ext.asyncio.create_async_engine", lambda _url: database.engine())
@@ -102,6 +113,7 @@ async def test_the_examples_run(database: Database, redis_url: str, monkeypatch:
             group.create_task(worker.run(stop))
             await until(lambda: all(each.last_success for each in worker.health()))
             stop.set()
+        await the_webhook_is_received(namespace["receiver"], str(namespace["SIGNING_SECRET"]))
     finally:
         await http.aclose()
         engine, redis = namespace.get("engine"), namespace.get("redis")

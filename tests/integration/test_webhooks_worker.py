@@ -662,6 +662,7 @@ async def test_settings_that_contradict_each_other_are_refused(
     refuses("below concurrency", sender=fixed, per_endpoint=0)
     for name in ("lease", "poll_interval", "database_timeout", "grace"):
         refuses(f"{name} must be positive", resolver=resolver, **{name: timedelta(0)})
+    refuses("24 times shorter than the horizon", sender=fixed, lease=timedelta(hours=3, seconds=1))
     WebhookWorker(webhooks, sessions, sender=fixed, lease=timedelta(seconds=20))
     # A resolver's sender is known only when it comes.
     await enqueue(webhooks, sessions, server.url(), signing_scope="acme")
