@@ -6,14 +6,14 @@ The shop, in reading order:
 
     models.py     its tables, and oncely's beside them
     app.py        POST /orders: an order is placed once, however often its request arrives
-    relay.py      moves what happened from the database to a Redis stream
-    consumer.py   prints one ticket for each order, however often its message arrives
+    relay.py      a worker that moves what happened from the database to a Redis stream
+    consumer.py   a worker that prints one ticket for each order, however often its message arrives
     places.py     where they find the database and Redis
 
 What goes wrong on purpose, and the proof that nothing came of it:
 
     client.py     customers whose connection is cut before the answer arrives, so they send again
-    worker.py     processes that can be killed while they work
+    processes.py  the three processes, uvicorn and `oncely run` twice, which can be killed while they work
     demo.py       sets the shop up, lets customers in, kills the relay, counts what there is
     tally.py      what the numbers have to be
 

@@ -24,9 +24,9 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 
 from examples.shop.client import Client, Customer
 from examples.shop.inspector import Inspector
+from examples.shop.processes import Process, WebServer, WorkerProcess
 from examples.shop.stage import servers, stream, tables
 from examples.shop.tally import Tally, count
-from examples.shop.worker import WebServer, Worker
 
 KILLS = 3
 
@@ -44,8 +44,8 @@ async def demo(orders: int, *, fresh_keys: bool, console: Console) -> bool:
     async with servers(), tables(seats) as engine, stream() as redis:
         inspector = Inspector(async_sessionmaker(engine), redis)
         with (
-            Worker("examples.shop.relay") as relay,
-            Worker("examples.shop.consumer") as consumer,
+            WorkerProcess("examples.shop.relay:make_worker") as relay,
+            WorkerProcess("examples.shop.consumer:make_worker") as consumer,
             WebServer() as web,
         ):
             client = Client(web.socket_path, fresh_keys=fresh_keys)
@@ -57,7 +57,8 @@ async def demo(orders: int, *, fresh_keys: bool, console: Console) -> bool:
                             crowd.create_task(client.order(customer))
                     kills.append(killing.result())
                 await wait_until_done(inspector, [relay, consumer, web])
-            died = [worker.log() for worker in (relay, consumer, web) if worker.has_died]
+            died = [process.log() for process in (relay, consumer, web) if process.has_died]
+            unclean = stop([relay, consumer])
         async with inspector.sessions() as session:
             tally = await count(session, client, customers)
     mistakes = tally.mistakes()
@@ -66,7 +67,9 @@ async def demo(orders: int, *, fresh_keys: bool, console: Console) -> bool:
         console.print(f"Wrong: {mistake}.", style="red")
     for log in died:
         console.print("A process ended by itself:", log, style="red", markup=False)
-    return not mistakes and not died
+    for log in unclean:
+        console.print("A worker that was told to stop did not end with 0:", log, style="red", markup=False)
+    return not mistakes and not died and not unclean
 
 
 def make_customers(orders: int) -> list[Customer]:
@@ -78,7 +81,7 @@ def make_customers(orders: int) -> list[Customer]:
     ]
 
 
-async def kill(relay: Worker, inspector: Inspector, console: Console) -> bool:
+async def kill(relay: Process, inspector: Inspector, console: Console) -> bool:
     """Kills the relay and starts another; whether it had sent a batch and not yet marked it as sent.
 
     It is frozen, looked at and let go on until it is found so. After two seconds it is killed anyway.
@@ -101,13 +104,20 @@ async def kill(relay: Worker, inspector: Inspector, console: Console) -> bool:
     return caught
 
 
-async def wait_until_done(inspector: Inspector, workers: Sequence[Worker]) -> None:
+async def wait_until_done(inspector: Inspector, processes: Sequence[Process]) -> None:
     """Returns when nothing is left to do, or will be done: then the numbers show it."""
     deadline = time.monotonic() + PATIENCE
     while not await inspector.is_all_done():
-        if time.monotonic() > deadline or any(worker.has_died for worker in workers):
+        if time.monotonic() > deadline or any(process.has_died for process in processes):
             return
         await asyncio.sleep(0.05)
+
+
+def stop(workers: Sequence[WorkerProcess]) -> list[str]:
+    """Tells the workers to stop; the logs of those that did not end in order."""
+    for worker in workers:
+        worker.stop()
+    return [worker.log() for worker in workers if worker.exit_code != 0]
 
 
 @asynccontextmanager
