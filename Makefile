@@ -2,10 +2,13 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: test demo faults check bench clean
+.PHONY: test matrix demo faults check bench clean
 
 test: .venv/installed
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
+
+matrix: .venv/installed
+	$(BIN)/tox run $(if $(ONLY),-e $(ONLY))
 
 demo: .venv/installed
 	$(BIN)/python -m examples.shop.demo
@@ -29,4 +32,4 @@ bench: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .bench build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .tox .bench build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

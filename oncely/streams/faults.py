@@ -5,6 +5,8 @@ Decided by the class of the error and by its code word, the first word of what t
 
 from __future__ import annotations
 
+import re
+
 from redis.exceptions import (
     ClusterError,
     ConnectionError,  # noqa: A004  Redis's own, no OSError
@@ -36,6 +38,9 @@ _AWAY_WORDS = frozenset(
     {"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MISCONF", "NOREPLICAS", "OOM", "READONLY", "TRYAGAIN"}
 )
 
+# Before Redis 7, a script's error begins with its place, and the word may have a dash before it.
+_PLACE = re.compile(r"^(?:Error running script \(call to f_[0-9a-f]+\): )?(?:@user_script: ?\d+: )+-?")
+
 # The stream was deleted, flushed or lost in a failover, and its groups with it. UNBLOCKED is what
 # servers before Redis 7.2 tell a reader that was waiting on it.
 _GROUP_WORDS = frozenset({"NOGROUP", "UNBLOCKED"})
@@ -54,13 +59,6 @@ def is_lost_group(error: ResponseError) -> bool:
 
 
 def code_word(text: str) -> str:
-    """The code word of a server's error; ERR when it has none (clients drop that one).
-
-    Servers before Redis 7 put where a script stood in front of what they refuse it: as a replica, for
-    want of memory or of replicas, with a disk that fails.
-    """
-    for candidate in (text, text.rpartition("@user_script")[2].partition(" -")[2]):
-        word = candidate.partition(" ")[0]
-        if word.isupper() and word.isalpha():
-            return word
-    return "ERR"
+    """The code word of a server's error; ERR when it has none (clients drop that one)."""
+    word = _PLACE.sub("", text, count=1).partition(" ")[0]
+    return word if word.isupper() and word.isalpha() else "ERR"

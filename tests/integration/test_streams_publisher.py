@@ -111,15 +111,33 @@ async def test_a_full_server_is_no_events_fault_and_what_was_sent_counts(own_ser
         assert await redis.xlen("orders") == 30
 
 
-async def test_a_server_that_goes_away_in_between_leaves_the_rest_unsent(own_valkey: EmbeddedValkey) -> None:
-    async with Redis.from_url(own_valkey.url, retry=Retry(NoBackoff(), 0)) as redis:
+@pytest.mark.parametrize(
+    ("word", "command"),
+    [
+        ("READONLY", "REPLICAOF 127.0.0.1 1"),
+        ("NOREPLICAS", "CONFIG SET min-replicas-to-write 1"),
+        ("can't run|no permissions", "ACL SETUSER default -xadd"),
+        ("WRONGTYPE", "SET orders text"),
+    ],
+)
+async def test_what_would_refuse_every_event_is_no_events_fault(
+    own_server: EmbeddedValkey, word: str, command: str
+) -> None:
+    async with Redis.from_url(own_server.url) as redis:
+        await redis.execute_command(*command.split())  # type: ignore[no-untyped-call]
+        with pytest.raises(PublisherUnavailable, match=word):
+            await stream_publisher(redis, "orders")(events("a"))
+
+
+async def test_a_server_that_goes_away_in_between_leaves_the_rest_unsent(own_server: EmbeddedValkey) -> None:
+    async with Redis.from_url(own_server.url, retry=Retry(NoBackoff(), 0)) as redis:
         publish = stream_publisher(redis, "orders")
         batch = events(*("x" * 2_000_000 for _ in range(20)))
 
         async def kill() -> None:
-            async with Redis.from_url(own_valkey.url) as other:
+            async with Redis.from_url(own_server.url) as other:
                 await until(lambda: holds(other, 2))
-            own_valkey.kill()
+            own_server.kill()
 
         killing = asyncio.create_task(kill())
         with pytest.raises(PublishFailed) as failed:

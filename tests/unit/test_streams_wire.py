@@ -193,6 +193,7 @@ def test_the_code_word_stands_first_or_behind_the_place_in_a_script() -> None:
     assert code_word(
         "Error running script (call to f_1a): @user_script:4: @user_script: 4: -READONLY You"
     ) == ("READONLY")
+    assert code_word("Error running script (call to f_1a): @user_script:4: NOGROUP No such key") == "NOGROUP"
     assert code_word("Error running script (call to f_1a): @user_script:4: wrong type of argument") == "ERR"
     assert code_word("wrong number of arguments") == "ERR"
     assert code_word("") == "ERR"
