@@ -116,7 +116,7 @@ class Batch:
         except BaseException:
             await complete(self._break_off(), patience=_PATIENCE)
             raise
-        await self._put_away()
+        await self._give_back(self._entries)
         if self._outage is not None:
             raise self._outage
 
@@ -274,15 +274,20 @@ class Batch:
         for task in self._tasks:
             task.cancel()
         try:
-            await self._in_flight.release(entry for entry in self._entries if entry.stage is Stage.WAITING)
+            await self._give_back(entry for entry in self._entries if entry.stage is Stage.WAITING)
             while self._tasks:
                 await asyncio.wait(self._tasks)
-            await self._put_away()
+            await self._give_back(self._entries)
         except BROKER_ERRORS:
             logger.exception("could not give back what was not handled; it will be taken over")
 
-    async def _put_away(self) -> None:
-        await self._in_flight.release(entry for entry in self._entries if entry.stage is not Stage.ENDED)
+    async def _give_back(self, entries: Iterable[Entry]) -> None:
+        """Gives back those that have not ended. What comes later of their keys must not get past them."""
+        back = [entry for entry in entries if entry.stage is not Stage.ENDED]
+        for entry in back:
+            if entry.key is not None:
+                self._in_flight.held.hold(entry.key, entry.id, ())
+        await self._in_flight.release(back)
 
 
 def _is_cancelled() -> bool:

@@ -77,6 +77,11 @@ class Group:
         self._from = reply[0].decode()
         return [Taken(*entry) for entry in reply[1]]
 
+    @property
+    def has_past(self) -> bool:
+        """Whether an earlier life of this worker may have left more than was taken over so far."""
+        return self._own_from is not None
+
     async def begin(self, entry_id: bytes, count: int) -> Begun:
         """Counts a delivery, if the entry is still this worker's."""
         return Begun(await self._call(BEGIN, self.consumer, entry_id, count))

@@ -1,7 +1,7 @@
-"""Keys that wait: an entry of theirs failed, and the entries that came after it are held back here.
+"""Keys that wait: an entry of theirs failed, or could not be begun, and what came after it is held here.
 
-A key is held by its *heads*, entries that are pending and have failed, here or at whoever took them
-over. Its *followers* are entries of this worker that come later in the stream. They are ready when
+A key is held by its *heads*, entries that are pending and have failed or were given back, here or at
+whoever took them over. Its *followers* are entries of this worker that come later in the stream. They are ready when
 no head is pending any more; until then this worker keeps them young, so that nobody takes them over.
 """
 
@@ -63,14 +63,15 @@ class HeldKeys:
     def keeps(self, entry: Entry) -> bool:
         """Whether the entry has to wait for others of its key; then it is kept here.
 
-        A head that is tried again does not, nor what comes before every head.
+        What comes before every head does not, nor does the first of them, when it is tried again.
         """
         key = entry.key
         if key is None or (key not in self._heads and key not in self._followers):
             return False
         heads = self._heads.get(key, set())
-        if entry.id in heads or (heads and all(entry.position < position(head) for head in heads)):
+        if heads and all(entry.position <= position(head) for head in heads):
             return False
+        heads.discard(entry.id)
         self._follow(key, entry)
         return True
 

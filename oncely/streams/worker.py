@@ -118,7 +118,9 @@ class Worker:
         return self._group.release((entry_id, 0) for entry_id, _ in raw)
 
     def _reads(self) -> bool:
-        return not self.stop.is_set() and self._in_flight.held.waiting < _MOST_HELD
+        """Whether new entries may be read now: not before what an earlier life of this worker has left."""
+        too_many = self._in_flight.held.waiting >= _MOST_HELD
+        return not self.stop.is_set() and not too_many and not self._group.has_past
 
     async def _more(self, count: int) -> list[Lane] | None:
         """Lanes for a batch that has places free; None when something is due that must run alone."""

@@ -501,6 +501,50 @@ async def test_a_stop_leaves_the_order_of_a_key_as_it_is(redis: Redis, stream: s
     assert handler.attempts == [("a1", 1), ("a1", 2), ("a2", 1), ("a3", 1)]
 
 
+async def test_a_worker_that_comes_back_under_its_name_keeps_the_order_of_each_key(
+    redis: Redis, stream: str
+) -> None:
+    """However much its earlier life has left: that comes first, then what is new."""
+    publish = stream_publisher(redis, stream)
+    await publish([event for number in range(12) for key in "ab" for event in events(number, key=key)])
+    await deliver(redis, stream, "one")
+    await publish([event for number in range(12, 15) for key in "ab" for event in events(number, key=key)])
+    seen: dict[str | None, list[int]] = {"a": [], "b": []}
+    consumer = StreamConsumer(redis, stream=stream, consumer="one", retry_after_ms=60_000, count=5)
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        seen[event.key].append(event.payload)
+
+    async with running(consumer):
+        await until(lambda: called([*seen["a"], *seen["b"]], 30))
+    assert seen == {"a": list(range(15)), "b": list(range(15))}
+
+
+async def test_what_is_new_does_not_overtake_a_retry_of_its_key_that_must_wait(
+    redis: Redis, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retries run alone, and for so long only; then what is new has its turn."""
+    monkeypatch.setattr("oncely.streams.worker._ALONE", 0.01)
+    publish = stream_publisher(redis, stream)
+    await publish([*events("a1", key="a"), *events("b1", key="b")])
+    await deliver(redis, stream, "dead")
+    handler = Recorder()
+    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=20, concurrency=1)
+    consumer.subscribe("*", handler)
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        if event.payload == "a1":
+            await publish([*events("b2", key="b"), *events("c1", key="c")])
+            await asyncio.sleep(0.02)
+
+    await asyncio.sleep(0.03)
+    async with running(consumer):
+        await until(lambda: has(handler, 4))
+    assert [payload for payload in handler.handled if payload != "c1"] == ["a1", "b1", "b2"]
+
+
 async def test_a_handler_that_will_not_be_cancelled_is_left_behind_and_its_event_is_acknowledged(
     redis: Redis, stream: str
 ) -> None:

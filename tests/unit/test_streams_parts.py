@@ -172,6 +172,16 @@ def test_a_key_waits_for_all_of_its_heads() -> None:
     assert numbers(held.pop_ready()) == [[2, 4]]
 
 
+def test_a_later_head_waits_for_an_earlier_one() -> None:
+    held = HeldKeys()
+    held.hold(b"k", b"5-1", [])
+    held.hold(b"k", b"5-3", [])
+    assert held.keeps(entry(3))
+    assert not held.keeps(entry(1))
+    held.settled([b"5-1"])
+    assert numbers(held.pop_ready()) == [[3]]
+
+
 def test_a_follower_that_was_stolen_is_waited_for() -> None:
     held = HeldKeys()
     held.hold(b"k", b"5-3", [entry(4), entry(5)])
