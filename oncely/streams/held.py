@@ -2,7 +2,8 @@
 
 A key is held by its *heads*, entries that are pending and have failed or were given back, here or at
 whoever took them over. Its *followers* are entries of this worker that come later in the stream.
-They are ready when no head is pending any more; until then this worker keeps them young, so that nobody takes them over.
+They are ready when no head is pending any more; until then this worker keeps them young, so that
+nobody takes them over.
 """
 
 from __future__ import annotations
