@@ -31,7 +31,8 @@ from oncely.stats import OutboxStats, Statistics
 from oncely.tables import outbox_tables
 from oncely.telemetry.batches import tell_claimed, tell_lost, tell_settled, traced
 from oncely.telemetry.observer import Observer, guarded
-from oncely.transaction import Caller, Sessionmaker, join
+from oncely.telemetry.records import OutboxMeasured
+from oncely.transaction import Caller, Sessionmaker, join, says_what_is_missing
 from oncely.wakeup import Wakeup
 
 __all__ = ["DeadEvent", "Event", "NewEvent", "Outbox", "OutboxStats", "Publisher", "uuid7"]
@@ -218,6 +219,23 @@ class Outbox:
         """
         check_count(at_most, "at_most")
         return await self._statistics.look(await join(session, self.table), at_most=at_most)
+
+    async def measure(self, sessionmaker: Sessionmaker) -> list[OutboxMeasured]:
+        """One look, as `oncely.telemetry.Gauges` takes it."""
+        async with sessionmaker() as session:
+            with says_what_is_missing(self.table):
+                stats = await self.stats(session)
+        return [
+            OutboxMeasured(
+                outbox=self.table.fullname,
+                ready=stats.ready,
+                deferred=stats.deferred,
+                in_flight=stats.in_flight,
+                retrying=stats.retrying,
+                dead=stats.dead,
+                lag=timedelta(seconds=stats.lag_seconds),
+            )
+        ]
 
     async def dead(
         self,

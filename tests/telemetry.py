@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any, get_args
 
 import pytest
 
 from oncely.telemetry import Record
+from oncely.telemetry.metrics import METRICS, SPANS
 
-__all__ = ["RECORDS", "Recorder", "records_made", "without_times"]
+__all__ = ["RECORDS", "Recorder", "a_record", "records_made", "table", "without_times"]
 
 RECORDS: tuple[type, ...] = get_args(Record)
 """Every class of record there is."""
@@ -32,6 +35,32 @@ class Recorder:
     def timeless(self) -> list[Record]:
         """All of them, without their times."""
         return [without_times(record) for record in self.records]
+
+
+def table() -> str:
+    """The table of the documentation, made of the code: records, their fields, what adapters make of them."""
+    lines = ["| record | its fields | metrics (Prometheus) | span |", "|---|---|---|---|"]
+    for kind in RECORDS:
+        made = [metric for metric in METRICS if metric.record is kind]
+        metrics = [f"`{metric.prometheus}{{{', '.join(metric.labels)}}}`" for metric in made]
+        names = ", ".join(field.name for field in fields(kind))
+        span = f"`{SPANS[kind]}`" if kind in SPANS else ""
+        for index, metric in enumerate(metrics or [""]):
+            row = (f"`{kind.__name__}`", names, metric, span) if index == 0 else ("", "", metric, "")
+            lines.append("| " + " | ".join(row) + " |")
+    return re.sub(" +", " ", "\n".join(lines)) + "\n"
+
+
+def a_record(kind: type) -> Any:
+    """A record of this class, with a value of the right type in each field."""
+    values = {
+        field.name: _VALUES.get(str(field.type), field.name)  # texts and outcomes are named as their field
+        for field in fields(kind)
+    }
+    return kind(**values)
+
+
+_VALUES = {"int": 3, "timedelta": timedelta(seconds=0.2), "bool": True}
 
 
 def records_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:

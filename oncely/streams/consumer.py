@@ -28,6 +28,7 @@ from typing import Literal, overload
 from uuid import uuid4
 
 from oncely.backoff import Backoff
+from oncely.errors import PublisherUnavailable
 from oncely.event import Handler
 from oncely.loop import complete, run_loop
 from oncely.streams.client import Client
@@ -42,6 +43,7 @@ from oncely.streams.trimming import Trimmed, trim
 from oncely.streams.watch import Watch
 from oncely.streams.worker import Worker
 from oncely.telemetry.observer import Observer, guarded
+from oncely.telemetry.records import StreamMeasured
 
 __all__ = ["StreamConsumer"]
 
@@ -242,6 +244,25 @@ class StreamConsumer:
     async def lag(self) -> dict[str, GroupLag]:
         """How far behind each group of the stream is, by the group's name."""
         return await lag(self._group.redis, self.stream)
+
+    async def measure(self, sessionmaker: object = None) -> list[StreamMeasured]:
+        """One look at each group of the stream, as `oncely.telemetry.Gauges` takes it."""
+        try:
+            groups = await self.lag()
+        except BROKER_ERRORS as error:
+            if is_outage(error):
+                raise PublisherUnavailable(f"Redis is away: {type(error).__name__}") from error
+            raise
+        return [
+            StreamMeasured(
+                stream=self.stream,
+                group=group,
+                unread=found.unread,
+                pending=found.pending,
+                oldest_pending=found.oldest_pending or timedelta(0),
+            )
+            for group, found in groups.items()
+        ]
 
     @property
     def dead_letters(self) -> DeadLetters:

@@ -90,7 +90,10 @@ class GuardedObserver:
         """As the tracer says."""
         try:
             headers = {} if self._tracer is None else dict(self._tracer.headers())
-            encode_json(headers, what="the tracer's headers")  # what cannot be stored must not fail the emit
+            # What cannot be stored must not fail the emit.
+            encode_json(headers, what="the tracer's headers")
+            if not all(isinstance(text, str) for pair in headers.items() for text in pair):
+                raise TypeError("a header's name and value are strings")
             return headers
         except Exception as error:  # noqa: BLE001  as above
             self.note("headers", error)

@@ -265,11 +265,13 @@ class StreamMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebhooksMeasured:
-    """One look at webhooks by `Gauges`: how many wait, and how many nobody has decided about."""
+    """One look at webhooks by `Gauges`, as in `WebhookStats`; `oldest` is zero when none waits."""
 
     webhooks: str
     pending: int
+    failing: int
     quarantined: int
+    oldest: timedelta
 
 
 Record: TypeAlias = (

@@ -24,8 +24,8 @@ from oncely.statement import Statement
 from oncely.tables import webhooks_table
 from oncely.telemetry.commit import tell_when_committed
 from oncely.telemetry.observer import Observer, guarded
-from oncely.telemetry.records import WebhookEnqueued
-from oncely.transaction import Caller, join
+from oncely.telemetry.records import WebhookEnqueued, WebhooksMeasured
+from oncely.transaction import Caller, Sessionmaker, join, says_what_is_missing
 from oncely.webhooks.destination import Destination, HeadersLike, check_headers
 from oncely.webhooks.leases import EXPIRE, EXPIRY_BATCH, Lease, Leases
 from oncely.webhooks.operations import Operations, which
@@ -170,6 +170,21 @@ class Webhooks:
         if origins < 0:
             raise ValueError(f"origins is below zero: {origins}")
         return await self._operations.stats(session, limit=origins)
+
+    async def measure(self, sessionmaker: Sessionmaker) -> Sequence[WebhooksMeasured]:
+        """One look, as `oncely.telemetry.Gauges` takes it."""
+        async with sessionmaker() as session:
+            with says_what_is_missing(self.table):
+                stats = await self.stats(session, origins=1)
+        return [
+            WebhooksMeasured(
+                webhooks=self.table.fullname,
+                pending=stats.pending,
+                failing=stats.failing,
+                quarantined=stats.quarantined,
+                oldest=timedelta(seconds=stats.oldest_seconds),
+            )
+        ]
 
     async def list(
         self,

@@ -14,6 +14,7 @@ WINDOWS = [
     "oncely.effects",
     "oncely.fastapi",
     "oncely.streams",
+    "oncely.telemetry",
     "oncely.testing",
     "oncely.webhooks",
 ]

@@ -1,0 +1,248 @@
+"""The records, the table that lists them, the guard around observers, and the adapters on their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from prometheus_client import CollectorRegistry
+from sqlalchemy import MetaData
+
+import oncely.telemetry
+from oncely import Event, Outbox
+from oncely.event import uuid7
+from oncely.telemetry import EventDied, EventFailed, Observer, Record, observers
+from oncely.telemetry.logging import LoggingObserver
+from oncely.telemetry.metrics import METRICS
+from oncely.telemetry.observer import guarded
+from oncely.telemetry.opentelemetry import OpenTelemetryObserver
+from oncely.telemetry.prometheus import PrometheusObserver
+from tests.telemetry import RECORDS, Recorder, a_record, table
+
+README = Path(__file__).parents[2] / "README.md"
+DIED = EventDied(outbox="o", topic="t", error="ValueError", attempts=3)
+
+
+def test_the_docstring_and_the_readme_have_the_table_of_the_code() -> None:
+    assert oncely.telemetry.__doc__ is not None
+    assert table() in oncely.telemetry.__doc__
+    assert table() in README.read_text()
+
+
+def test_every_record_is_in_the_window_and_in_the_union() -> None:
+    exported = {getattr(oncely.telemetry, name) for name in oncely.telemetry.__all__}
+    assert {one for one in exported if dataclasses.is_dataclass(one)} == set(RECORDS)
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_a_record_is_frozen_and_holds_names_counts_and_durations_alone(kind: type) -> None:
+    record = a_record(kind)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(record, dataclasses.fields(kind)[0].name, "another")
+    assert not hasattr(record, "__dict__")
+    simple = {"str", "int", "bool", "timedelta"}
+    types = {str(field.type) for field in dataclasses.fields(kind)}
+    assert {type_ for type_ in types if not type_.startswith("Literal")} <= simple
+    named = {field.name for field in dataclasses.fields(kind)}
+    assert named.isdisjoint({"key", "payload", "headers", "url", "origin", "scope", "account", "body"})
+
+
+def test_every_record_makes_a_metric_of_fields_that_it_has() -> None:
+    assert {metric.record for metric in METRICS} == set(RECORDS)
+    for metric in METRICS:
+        names = {field.name for field in dataclasses.fields(metric.record)}
+        assert {*metric.labels} | ({metric.value} if metric.value else set()) <= names, metric.name
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+
+
+def test_the_core_imports_no_vendor() -> None:
+    code = (
+        "import sys, fastapi, redis.asyncio\n"  # which may import a vendor themselves
+        "before = set(sys.modules)\n"
+        "import oncely.fastapi, oncely.streams, oncely.telemetry, oncely.webhooks\n"
+        "new = set(sys.modules) - before\n"
+        "print(sorted(name for name in new if name.startswith(('opentelemetry', 'prometheus_client'))))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
+
+
+def test_prometheus_has_every_metric_with_its_labels() -> None:
+    registry = CollectorRegistry()
+    observer = PrometheusObserver(registry)
+    for kind in RECORDS:
+        observer(a_record(kind))
+    for metric in METRICS:
+        record = a_record(metric.record)
+        labels = {
+            name: {True: "true"}.get(value := getattr(record, name), str(value)) for name in metric.labels
+        }
+        series = metric.prometheus + ("_sum" if metric.kind == "histogram" else "")
+        assert registry.get_sample_value(series, labels) == pytest.approx(metric.amount(record)), metric.name
+    sample = {"outbox": "outbox", "le": "5.0"}
+    assert registry.get_sample_value("oncely_batch_size_bucket", sample) == 1.0
+    assert registry.get_sample_value("oncely_batch_size_bucket", sample | {"le": "2.0"}) == 0.0
+
+
+def test_prometheus_counts_up_and_sets_gauges() -> None:
+    registry = CollectorRegistry()
+    observer = PrometheusObserver(registry)
+    for lag in (7, 2):
+        observer(DIED)
+        observer(
+            oncely.telemetry.StreamMeasured(
+                stream="s", group="g", unread=lag, pending=0, oldest_pending=timedelta(minutes=lag)
+            )
+        )
+    died = {"outbox": "o", "topic": "t", "error": "ValueError"}
+    assert registry.get_sample_value("oncely_events_died_total", died) == 2.0
+    group = {"stream": "s", "group": "g"}
+    assert registry.get_sample_value("oncely_stream_unread", group) == 2.0
+    assert registry.get_sample_value("oncely_stream_oldest_pending_seconds", group) == 120.0
+
+
+def test_labels_can_be_left_out() -> None:
+    registry, reader = CollectorRegistry(), InMemoryMetricReader()
+    both = observers(
+        PrometheusObserver(registry, without={"topic", "error"}),
+        OpenTelemetryObserver(meter_provider=MeterProvider([reader]), without={"topic", "error"}),
+    )
+    for topic in ("a", "b"):
+        both(dataclasses.replace(DIED, topic=topic))
+    assert registry.get_sample_value("oncely_events_died_total", {"outbox": "o"}) == 2.0
+    assert points(reader)["oncely.events.died"] == [({"outbox": "o"}, 2)]
+
+
+def points(reader: InMemoryMetricReader) -> dict[str, list[tuple[dict[str, object], Any]]]:
+    """Each metric's attributes and value, or sum, by its name."""
+    found: dict[str, list[tuple[dict[str, object], Any]]] = {}
+    data = reader.get_metrics_data()
+    assert data is not None
+    for metric in data.resource_metrics[0].scope_metrics[0].metrics:
+        found[metric.name] = [
+            (dict(point.attributes or {}), getattr(point, "value", None) or getattr(point, "sum", 0.0))
+            for point in metric.data.data_points
+        ]
+    return found
+
+
+def test_opentelemetry_has_every_metric_with_its_labels() -> None:
+    reader = InMemoryMetricReader()
+    observer = OpenTelemetryObserver(meter_provider=MeterProvider([reader]))
+    for kind in RECORDS:
+        observer(a_record(kind))
+    found = points(reader)
+    assert set(found) == {metric.name for metric in METRICS}
+    for metric in METRICS:
+        [(attributes, value)] = found[metric.name]
+        assert set(attributes) == set(metric.labels)
+        assert value == pytest.approx(metric.amount(a_record(metric.record))), metric.name
+
+
+def test_a_log_line_has_the_records_fields(caplog: pytest.LogCaptureFixture) -> None:
+    failed = EventFailed(outbox="o", topic="t", error="ValueError", attempt=1, retry_in=timedelta(seconds=1))
+    with caplog.at_level(logging.DEBUG, "oncely.telemetry.records"):
+        observer = LoggingObserver()
+        observer(failed)
+        observer(DIED)
+        for kind in RECORDS:
+            observer(a_record(kind))
+    assert caplog.messages[0] == "EventFailed outbox=o topic=t error=ValueError attempt=1 retry_in=1.0"
+    assert [entry.levelname for entry in caplog.records[:2]] == ["WARNING", "ERROR"]
+    facts = caplog.records[0].oncely  # type: ignore[attr-defined]  # an `extra`
+    assert json.loads(json.dumps(facts)) == {
+        "record": "EventFailed",
+        "outbox": "o",
+        "topic": "t",
+        "error": "ValueError",
+        "attempt": 1,
+        "retry_in": 1.0,
+    }
+    assert len(caplog.records) == 2 + len(RECORDS)
+
+
+class Broken:
+    """Raises at whatever it is asked."""
+
+    def __call__(self, record: Record) -> None:
+        raise RuntimeError("called")
+
+    def headers(self) -> Mapping[str, str]:
+        raise RuntimeError("headers")
+
+    @contextmanager
+    def publishing(self, outbox: str, events: Sequence[Event], /) -> Iterator[None]:
+        yield
+        raise RuntimeError("publishing")
+
+    @contextmanager
+    def handling(self, stream: str, group: str, event: Event, /) -> Iterator[None]:
+        if stream == "before":
+            raise RuntimeError("handling")
+        with suppress(ValueError):  # a tracer that swallows the work's error
+            yield
+
+
+def test_an_observer_that_raises_is_logged_once_and_harms_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    guard = guarded(Broken())
+    assert guard is not None
+    event = Event(uuid7(), "t", 1)
+    done = []
+    for _ in range(2):
+        guard(DIED)
+        assert guard.headers() == {}
+        with guard.publishing("o", [event]):
+            done.append("published")
+        with guard.handling("before", "g", event):
+            done.append("handled")
+        with pytest.raises(ValueError, match="the work's own"), guard.handling("s", "g", event):
+            raise ValueError("the work's own")
+    assert done == ["published", "handled"] * 2
+    assert [entry.args for entry in caplog.records if entry.levelname == "ERROR"] == [
+        ("EventDied",),
+        ("headers",),
+        ("publishing",),
+        ("handling",),
+    ]
+
+
+@pytest.mark.parametrize("headers", [{"traceparent": "a\0b"}, {"traceparent": 1}, {1: "x"}, {"x": "\ud800"}])
+def test_headers_that_cannot_be_stored_are_not_used(headers: dict[str, str]) -> None:
+    class Tracer(Broken):
+        def headers(self) -> Mapping[str, str]:
+            return headers
+
+    guard = guarded(Tracer())
+    assert guard is not None
+    assert guard.headers() == {}
+
+
+def test_one_of_several_that_raises_does_not_keep_it_from_the_others() -> None:
+    first, second = Recorder(), Recorder()
+    several: Observer = observers(first, Broken(), second)
+    several(DIED)
+    assert (first.records, second.records) == ([DIED], [DIED])
+
+
+def test_what_is_no_observer_is_refused() -> None:
+    async def awaited(record: Record) -> None:
+        pass
+
+    class Awaited:
+        async def __call__(self, record: Record) -> None:
+            pass
+
+    for wrong in (awaited, Awaited(), "observer"):
+        with pytest.raises(TypeError):
+            Outbox(MetaData(), observer=wrong)  # type: ignore[arg-type]  # that is the point
