@@ -106,9 +106,8 @@ class IdempotencyKeys:
         self._stats = Statement(_STATS, tables, {"at_most": Integer})
         self._forget_key = Statement(_FORGET + " AND key = :key", tables, {**NAME})
         self._forget_scope = Statement(_FORGET, tables, {"scope": Text})
-        self._prune = Statement(
-            _PRUNE.replace("/* cutoff */", CUTOFF_TIME), tables, {**CUTOFF, "limit": Integer}
-        )
+        self._prune = Statement(_PRUNE, tables, {**CUTOFF, "limit": Integer})
+        self._prunable = Statement(_PRUNABLE, tables, {**CUTOFF, "at_most": Integer})
 
     async def run(
         self,
@@ -274,6 +273,14 @@ class IdempotencyKeys:
 
         return await delete_in_batches(delete, limit)
 
+    async def prunable(
+        self, session: Caller, *, older_than: timedelta | datetime, at_most: int = 100_000
+    ) -> int:
+        """How many keys `prune` would delete, none counted beyond `at_most`."""
+        check_count(at_most, "at_most")
+        parameters = cutoff_parameters(older_than) | {"at_most": at_most}
+        return int((await execute(session, self.table, self._prunable, parameters)).scalar_one())
+
     def _told(self, outcome: _Told, begun: float) -> RequestGuarded:
         duration = timedelta(seconds=time.monotonic() - begun)
         return RequestGuarded(keys=self.table.fullname, outcome=outcome, duration=duration)
@@ -346,19 +353,29 @@ _FORGET = """
 DELETE FROM {keys} WHERE scope = :scope AND NOT (response_code IS NULL AND created_at = now())
 """
 
-_PRUNE = """
+_EXPIRED = "expires_at <= statement_timestamp()"
+_OLD = f"expires_at IS NULL AND created_at < {CUTOFF_TIME}"
+
+_PRUNE = f"""
 WITH expired AS MATERIALIZED (
-    SELECT ctid AS place FROM {keys}
-    WHERE expires_at <= statement_timestamp()
+    SELECT ctid AS place FROM {{keys}}
+    WHERE {_EXPIRED}
     ORDER BY expires_at LIMIT :limit
     FOR UPDATE SKIP LOCKED
 ), old AS MATERIALIZED (
-    SELECT ctid AS place FROM {keys}
-    WHERE expires_at IS NULL
-      AND created_at < /* cutoff */
+    SELECT ctid AS place FROM {{keys}}
+    WHERE {_OLD}
     ORDER BY created_at LIMIT :limit - (SELECT count(*) FROM expired)
     FOR UPDATE SKIP LOCKED
 )
-DELETE FROM {keys}
+DELETE FROM {{keys}}
 WHERE ctid = ANY (ARRAY(SELECT place FROM expired UNION ALL SELECT place FROM old))
-"""
+"""  # noqa: S608  a constant
+
+_PRUNABLE = f"""
+SELECT count(*) FROM (
+    (SELECT FROM {{keys}} WHERE {_EXPIRED} LIMIT :at_most)
+    UNION ALL (SELECT FROM {{keys}} WHERE {_OLD} LIMIT :at_most)
+    LIMIT :at_most
+) AS prunable
+"""  # noqa: S608  a constant

@@ -63,9 +63,8 @@ class Inbox:
         tables = {"inbox": self.table}
         self._insert = Statement(_INSERT, tables, {"consumer": Text, "event_id": Uuid})
         self._stats = Statement(_STATS, tables, {"at_most": Integer})
-        self._prune = Statement(
-            _PRUNE.replace("/* cutoff */", CUTOFF_TIME), tables, CUTOFF | {"limit": Integer}
-        )
+        self._prune = Statement(_PRUNE, tables, CUTOFF | {"limit": Integer})
+        self._prunable = Statement(_PRUNABLE, tables, CUTOFF | {"at_most": Integer})
 
     async def run(
         self,
@@ -149,6 +148,14 @@ class Inbox:
 
         return await delete_in_batches(delete, limit)
 
+    async def prunable(
+        self, session: Caller, *, older_than: timedelta | datetime, at_most: int = 100_000
+    ) -> int:
+        """How many rows `prune` would delete, none counted beyond `at_most`."""
+        check_count(at_most, "at_most")
+        parameters = cutoff_parameters(older_than) | {"at_most": at_most}
+        return int((await execute(session, self.table, self._prunable, parameters)).scalar_one())
+
     async def _is_first(self, session: Caller, event: Event | UUID, consumer: str) -> bool:
         event_id = event.id if isinstance(event, Event) else event
         row = {"consumer": consumer, "event_id": event_id}
@@ -204,11 +211,15 @@ SELECT (SELECT count(*) FROM (SELECT FROM {inbox} LIMIT :at_most) AS counted) AS
        (SELECT min(handled_at) FROM {inbox}) AS oldest_at, (SELECT max(handled_at) FROM {inbox}) AS newest_at
 """
 
-_PRUNE = """
-DELETE FROM {inbox}
+_PRUNE = f"""
+DELETE FROM {{inbox}}
 WHERE ctid = ANY (ARRAY(
-    SELECT ctid FROM {inbox}
-    WHERE handled_at < /* cutoff */
+    SELECT ctid FROM {{inbox}}
+    WHERE handled_at < {CUTOFF_TIME}
     ORDER BY handled_at LIMIT :limit
     FOR UPDATE SKIP LOCKED))
-"""
+"""  # noqa: S608  a constant
+
+_PRUNABLE = f"""
+SELECT count(*) FROM (SELECT FROM {{inbox}} WHERE handled_at < {CUTOFF_TIME} LIMIT :at_most) AS old
+"""  # noqa: S608  a constant

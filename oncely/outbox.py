@@ -32,7 +32,7 @@ from oncely.tables import outbox_tables
 from oncely.telemetry.batches import tell_claimed, tell_lost, tell_settled, traced
 from oncely.telemetry.observer import Observer, guarded
 from oncely.telemetry.records import OutboxMeasured
-from oncely.transaction import Caller, Sessionmaker, join, says_what_is_missing
+from oncely.transaction import Caller, Sessionmaker, execute, join, says_what_is_missing
 from oncely.wakeup import Wakeup
 
 __all__ = ["DeadEvent", "Event", "NewEvent", "Outbox", "OutboxStats", "Publisher", "uuid7"]
@@ -79,9 +79,8 @@ class Outbox:
         self._claimed = Statement(_CLAIMED, tables, {"id": Uuid})
         self._lock_event = Statement(_LOCK_EVENT, tables, {"id": Uuid})
         self._delete_event = Statement(_DELETE_EVENT, tables, {"id": Uuid})
-        self._prune = Statement(
-            _PRUNE.replace("/* cutoff */", CUTOFF_TIME), tables, CUTOFF | {"after": Uuid, "limit": Integer}
-        )
+        self._prune = Statement(_PRUNE, tables, CUTOFF | {"after": Uuid, "limit": Integer})
+        self._prunable = Statement(_PRUNABLE, tables, CUTOFF | {"at_most": Integer})
 
     async def emit(
         self,
@@ -324,6 +323,14 @@ class Outbox:
 
         return await delete_in_batches(delete, limit)
 
+    async def prunable(
+        self, session: Caller, *, older_than: timedelta | datetime, at_most: int = 100_000
+    ) -> int:
+        """How many events `prune` would delete, none counted beyond `at_most`."""
+        check_count(at_most, "at_most")
+        parameters = cutoff_parameters(older_than) | {"at_most": at_most}
+        return int((await execute(session, self.table, self._prunable, parameters)).scalar_one())
+
 
 def sent(events: Sequence[Event], failed: PublishFailed) -> list[Event]:
     """The events of a batch that left before a publisher raised PublishFailed.
@@ -365,20 +372,32 @@ RETURNING id
 
 # There is no index on published_at. Ids begin with the time they were made, so the walk along them
 # stops an hour past the cutoff (application clocks differ) instead of reading the whole table.
-_PRUNE = """
+_BOUNDS = f"""
 WITH bounds AS MATERIALIZED (
-    SELECT /* cutoff */ AS cutoff
+    SELECT {CUTOFF_TIME} AS cutoff
 ),
 ceiling AS MATERIALIZED (
     SELECT rpad(lpad(to_hex(milliseconds::bigint), 12, '0'), 32, '0')::uuid AS id
     FROM bounds, greatest(0, 1000 * extract(epoch FROM cutoff + interval '1 hour')) AS milliseconds
-),
+)"""  # noqa: S608  a constant
+
+_PRUNABLE = f"""
+{_BOUNDS}
+SELECT count(*) FROM (
+    SELECT FROM {{outbox}}
+    WHERE id < (SELECT id FROM ceiling) AND published_at < (SELECT cutoff FROM bounds)
+    LIMIT :at_most
+) AS old
+"""  # noqa: S608  a constant
+
+_PRUNE = f"""
+{_BOUNDS},
 doomed AS MATERIALIZED (
-    SELECT id FROM {outbox}
+    SELECT id FROM {{outbox}}
     WHERE id > :after AND id < (SELECT id FROM ceiling) AND published_at < (SELECT cutoff FROM bounds)
     ORDER BY id LIMIT :limit
     FOR UPDATE SKIP LOCKED
 ),
-gone AS (DELETE FROM {outbox} WHERE id = ANY (ARRAY(SELECT id FROM doomed)) RETURNING id)
+gone AS (DELETE FROM {{outbox}} WHERE id = ANY (ARRAY(SELECT id FROM doomed)) RETURNING id)
 SELECT count(*), (SELECT id FROM doomed ORDER BY id DESC LIMIT 1) FROM gone
-"""
+"""  # noqa: S608  a constant

@@ -41,7 +41,7 @@ CUTOFF: dict[str, TypeEngine[Any] | type[TypeEngine[Any]]] = {
 """The parameters of a statement that says CUTOFF_TIME."""
 
 CUTOFF_TIME = "coalesce(CAST(:cutoff AS timestamptz), statement_timestamp() - CAST(:age AS interval))"
-"""The time before which rows are old, in the place of `/* cutoff */` in a statement.
+"""The time before which rows are old, as a statement says it.
 
 The casts are for psycopg, which sends what is missing without a type: an age would be taken for a time.
 """

@@ -41,6 +41,7 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 from oncely import Effects, IdempotencyKeys, Inbox, Outbox, Relay, Retention
 from oncely.streams import StreamConsumer, stream_publisher
 from oncely.webhooks import Keyring, Webhooks
+from oncely.worker import Worker
 from tests.database import Database
 
 metadata = MetaData()
@@ -57,11 +58,7 @@ consumer = StreamConsumer(redis, stream={stream!r}, group="billing")
 retention = Retention(sessions, {{outbox: timedelta(days=7), keys: timedelta(days=1)}})
 
 
-class Worker:
-    services = (relay, consumer, retention)
-
-
-worker = Worker()
+worker = Worker(relay, consumer, retention)
 everything = [worker, inbox, effects, webhooks]
 
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from oncely.cli.dead import dead
+from oncely.cli.effects import effects
+from oncely.cli.keys import keys
+from oncely.cli.prune import prune
 from oncely.cli.run import run
 from oncely.cli.status import status
 
@@ -33,3 +37,7 @@ def _commands() -> None:
 
 app.command()(run)
 app.command()(status)
+app.command()(prune)
+app.add_typer(dead, name="dead")
+app.add_typer(effects, name="effects")
+app.add_typer(keys, name="keys")

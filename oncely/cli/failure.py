@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Annotated, ParamSpec
 
 import typer
@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from oncely.errors import OncelyError
 from oncely.transaction import is_unavailable, sqlstates
 
-__all__ = ["WRONG", "WRONG_USE", "Failure", "explain", "reported"]
+__all__ = ["WRONG", "WRONG_USE", "Failure", "explain", "printable", "reported"]
 
 _P = ParamSpec("_P")
 
@@ -52,7 +52,7 @@ def reported(command: Callable[_P, None]) -> Callable[..., None]:
         except Exception as error:  # noqa: BLE001  every error is reported, here and nowhere else
             if verbose:
                 traceback.print_exception(error)
-            print(f"oncely: {explain(error)}", file=sys.stderr)
+            print(f"oncely: {printable(explain(error))}", file=sys.stderr)
             raise typer.Exit(error.exit_code if isinstance(error, Failure) else WRONG) from None
 
     parameters = add_parameters(command, {"verbose": (Verbose, False)})
@@ -62,13 +62,16 @@ def reported(command: Callable[_P, None]) -> Callable[..., None]:
 
 
 def add_parameters(
-    command: Callable[..., None], added: dict[str, tuple[object, object]], *, instead_of: str | None = None
+    command: Callable[..., None],
+    added: dict[str, tuple[object, object]],
+    *,
+    instead_of: Container[str | None] = (),
 ) -> list[inspect.Parameter]:
     """The command's parameters for typer, with more of them: annotation and default by name."""
     parameters = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in inspect.signature(command, eval_str=True).parameters.values()
-        if parameter.name != instead_of
+        if parameter.name not in instead_of
     ]
     for name, (annotation, default) in added.items():
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -93,6 +96,13 @@ def explain(error: BaseException) -> str:
     if isinstance(error, ValueError):
         return _first_line(error)
     return f"{type(error).__name__}: {_first_line(error)} (--verbose shows where)"
+
+
+def printable(text: str) -> str:
+    """The text without what a terminal would obey: an error's message may be a stranger's."""
+    return "".join(
+        letter if letter.isprintable() or letter == "\n" else f"\\x{ord(letter):02x}" for letter in text
+    )
 
 
 def _first_line(error: BaseException | None) -> str:

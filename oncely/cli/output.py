@@ -22,9 +22,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from oncely.cli.failure import WRONG, WRONG_USE, Failure
+from oncely.cli.failure import WRONG, WRONG_USE, Failure, printable
 
-__all__ = ["Json", "Yes", "confirm", "print_json", "print_line", "print_table", "seconds_of", "shown"]
+__all__ = [
+    "Json",
+    "Yes",
+    "confirm",
+    "print_facts",
+    "print_json",
+    "print_line",
+    "print_table",
+    "print_warning",
+    "seconds_of",
+    "shown",
+]
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON document, for machines.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; needed where there is no terminal.")]
@@ -69,6 +80,19 @@ def print_line(text: str = "") -> None:
     console_of_stdout().print(Text(text), soft_wrap=True)
 
 
+def print_facts(facts: Mapping[str, object]) -> None:
+    """What is known of one thing, a name and a value on each line, and an empty line."""
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        print_line(f"{name.replace('_', ' '):<{width}}  {shown(value)}")
+    print_line()
+
+
+def print_warning(text: str) -> None:
+    """One line on stderr."""
+    print(f"oncely: {printable(text)}", file=sys.stderr)
+
+
 def print_json(document: object, *, on_one_line: bool = False) -> None:
     """One JSON document on stdout: dataclasses as objects, times in ISO 8601, ages in seconds."""
     print(json.dumps(document, default=_plain, indent=None if on_one_line else 2))
@@ -77,10 +101,11 @@ def print_json(document: object, *, on_one_line: bool = False) -> None:
 def confirm(question: str, *, yes: bool) -> None:
     """Ask, and go on only after a yes. Failure when the answer is no, or nobody is there to answer."""
     if yes:
+        print_warning(question)
         return
     if not sys.stdin.isatty():
         raise Failure(f"{question} There is no terminal to ask on: say --yes", exit_code=WRONG_USE)
-    if not typer.confirm(question, err=True):
+    if not typer.confirm(f"{question} Go on?", err=True):
         raise Failure("nothing was done", exit_code=WRONG)
 
 
@@ -107,21 +132,23 @@ def shown(value: object) -> str:
         return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     if isinstance(value, Enum):
         return str(value.value)
-    return str(value)
+    return printable(str(value))
 
 
 def seconds_of(seconds: float) -> str:
     """A length of time in its two largest units: 0.4s, 12s, 3m 5s, 2h 40m, 6d 1h."""
-    if seconds < 10:
+    if 0 < seconds < 10:
         return f"{seconds:.1f}s"
     whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60}s"
-    if whole < 86_400:
-        return f"{whole // 3600}h {whole % 3600 // 60}m"
-    return f"{whole // 86_400:,}d {whole % 86_400 // 3600}h"
+    for size, unit, smaller, smaller_unit in (
+        (86_400, "d", 3600, "h"),
+        (3600, "h", 60, "m"),
+        (60, "m", 1, "s"),
+    ):
+        if whole >= size:
+            rest = whole % size // smaller
+            return f"{whole // size:,}{unit}" + (f" {rest}{smaller_unit}" if rest else "")
+    return f"{whole}s"
 
 
 def _longest_line(word: str) -> int:

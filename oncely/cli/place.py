@@ -90,7 +90,7 @@ def placed(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**options: Any) -> None:
         if words is not None:
-            options["target"], options[words] = _SPLIT[words](options[words] or [])
+            options["target"], options[words] = _SPLIT[words](list(options["target"] or ()))
         place = Place(
             target=options.pop("target"),
             app_dir=options.pop("app_dir"),
@@ -107,12 +107,16 @@ def placed(command: Callable[..., None]) -> Callable[..., None]:
 
     options = dict(_OPTIONS)
     if words is not None:
-        del options["target"]
-    parameters = add_parameters(command, options, instead_of="place")
+        options["target"] = (_WORDS[words], None if words == "ids" else inspect.Parameter.empty)
+    parameters = add_parameters(command, options, instead_of=("place", words))
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # typer reads it
     return reported(run)
 
 
+_WORDS = {
+    "ids": Annotated[list[str] | None, typer.Argument(metavar="[TARGET] [ID]...", show_default=False)],
+    "key": Annotated[list[str], typer.Argument(metavar="[TARGET] KEY", show_default=False)],
+}
 _OPTIONS: dict[str, tuple[object, object]] = {
     "target": (Target, None),
     "app_dir": (AppDir, Path()),

@@ -27,6 +27,7 @@ from oncely.outbox import Outbox
 from oncely.relay import Relay
 from oncely.retention import Retention
 from oncely.transaction import Sessionmaker
+from oncely.worker import Worker
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis, RedisCluster
@@ -134,8 +135,8 @@ class _Finds:
             self.add(found, None)  # type: ignore[arg-type]
         elif _is_a(found, "oncely.streams.consumer", "StreamConsumer"):
             self.add_stream(found)  # type: ignore[arg-type]
-        elif hasattr(found, "services"):
-            for each in found.services:
+        elif isinstance(found, Worker):
+            for each in found.services.values():
                 self.walk(each, within=True)
         elif not within:
             raise Failure(

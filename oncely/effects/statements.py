@@ -159,24 +159,19 @@ def purge(
     table: Table, age: timedelta, statuses: Collection[Status], limit: int | None
 ) -> Mapping[str, Delete]:
     """Delete finished records that are older than `age` and whose ttl, if any, has run out; by dialect."""
-    until = select(database_now(-age)).scalar_subquery()  # evaluated once, so that the index serves
-    old = (
-        select(table.c.key)
-        .where(
-            table.c.status.in_([status.value for status in statuses]),
-            table.c.created_at <= until,  # no later than updated_at, and indexed
-            table.c.updated_at <= until,
-            or_(table.c.expires_at.is_(None), table.c.expires_at <= database_now()),
-        )
-        .limit(limit)
-        .with_for_update(skip_locked=True)  # where rows have locks: two purges do not wait for each other
-    )
+    # Locked where rows have locks, so that two purges do not wait for each other.
+    old = _old(table, age, statuses).limit(limit).with_for_update(skip_locked=True)
     return {
         # A CTE is evaluated once: a subquery may be again for every row, and then its limit is none.
         "postgresql": delete(table).where(table.c.key.in_(select(old.cte("old").c.key))),
         # Python's sqlite3 counts no rows of a statement that begins with WITH.
         "sqlite": delete(table).where(table.c.key.in_(old)),
     }
+
+
+def purgeable(table: Table, age: timedelta, statuses: Collection[Status], at_most: int) -> Executable:
+    """How many records `purge` would delete, none counted beyond `at_most`."""
+    return select(func.count()).select_from(_old(table, age, statuses).limit(at_most).subquery())
 
 
 def forget(table: Table) -> Delete:
@@ -187,6 +182,17 @@ def forget(table: Table) -> Delete:
 def give_back(table: Table) -> Delete:
     """Delete the record of an owner that has not made its call."""
     return delete(table).where(*_is_owned(table))
+
+
+def _old(table: Table, age: timedelta, statuses: Collection[Status]) -> Select[Any]:
+    """The keys of finished records that are older than `age` and whose ttl, if any, has run out."""
+    until = select(database_now(-age)).scalar_subquery()  # evaluated once, so that the index serves
+    return select(table.c.key).where(
+        table.c.status.in_([status.value for status in statuses]),
+        table.c.created_at <= until,  # no later than updated_at, and indexed
+        table.c.updated_at <= until,
+        or_(table.c.expires_at.is_(None), table.c.expires_at <= database_now()),
+    )
 
 
 def _from_now(parameter: str) -> database_now:

@@ -174,15 +174,26 @@ class TableStore(Store):
         *,
         limit: int | None = None,
     ) -> int:
-        age = older_than if isinstance(older_than, timedelta) else timedelta(seconds=older_than)
-        if not timedelta(0) <= age <= LONGEST_TIME:
-            raise ValueError(f"older_than must be from 0 to {LONGEST_TIME.days:,} days, not {older_than!r}")
-        wanted = frozenset(map(Status, statuses))
-        if not wanted <= FINISHED:
-            raise ValueError(f"only finished records are purged, not {', '.join(sorted(wanted - FINISHED))}")
+        age, wanted = _old(older_than, statuses)
         if limit is not None:
             check_count(limit, "limit", least=0)
         return await self._execute(statements.purge(self.table, age, wanted, limit), _count)
+
+    async def purgeable(
+        self,
+        older_than: timedelta | float,
+        statuses: Collection[Status] = FINISHED,
+        *,
+        at_most: int = 100_000,
+    ) -> int:
+        """How many records `purge` would remove, none counted beyond `at_most`."""
+        check_count(at_most, "at_most")
+        age, wanted = _old(older_than, statuses)
+
+        def read(result: CursorResult[Any]) -> int:
+            return int(result.scalar_one())
+
+        return await self._execute(statements.purgeable(self.table, age, wanted, at_most), read)
 
     async def delete(self, key: str, *, token: str | None = None) -> bool:
         check_key(key, "key")
@@ -225,6 +236,17 @@ class TableStore(Store):
                 return await transaction()
             # aiosqlite does not survive being cancelled: its thread goes on, and may never be heard of again.
             return await complete(transaction(), patience=SQLITE_PATIENCE)
+
+
+def _old(older_than: timedelta | float, statuses: Collection[Status]) -> tuple[timedelta, frozenset[Status]]:
+    """What is to be purged, checked."""
+    age = older_than if isinstance(older_than, timedelta) else timedelta(seconds=older_than)
+    if not timedelta(0) <= age <= LONGEST_TIME:
+        raise ValueError(f"older_than must be from 0 to {LONGEST_TIME.days:,} days, not {older_than!r}")
+    wanted = frozenset(map(Status, statuses))
+    if not wanted <= FINISHED:
+        raise ValueError(f"only finished records are purged, not {', '.join(sorted(wanted - FINISHED))}")
+    return age, wanted
 
 
 def check_duration(value: timedelta, what: str) -> None:

@@ -11,10 +11,12 @@ published of its key in the meantime.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
+from oncely.arguments import check_count, check_text, check_time
 from oncely.event import Event
 from oncely.streams.client import Client, Script, execute
 from oncely.streams.letter import Letter, name_for, parse
@@ -23,6 +25,7 @@ from oncely.streams.wire import Fields, NotAnEvent, decode
 __all__ = ["DeadLetter", "DeadLetters"]
 
 _PAGE = 100
+_ID = re.compile(r"[0-9]{1,19}-[0-9]{1,19}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +58,12 @@ class _Which:
     limit: int
 
     def __post_init__(self) -> None:
-        if self.limit < 1:
-            raise ValueError(f"limit must be 1 or more, not {self.limit}")
-        for name, moment in (("since", self.since), ("until", self.until)):
-            if moment is not None and moment.utcoffset() is None:
-                raise ValueError(f"{name} needs a time zone")
+        check_text(self.topic, "topic")
+        check_text(self.group, "group")
+        check_text(self.error, "error")
+        check_time(self.since, "since")
+        check_time(self.until, "until")
+        check_count(self.limit, "limit")
 
     def takes(self, letter: DeadLetter) -> bool:
         """What the range of ids does not already choose."""
@@ -81,6 +85,7 @@ class DeadLetters:
     async def list(
         self,
         *,
+        ids: Iterable[str] | None = None,
         topic: str | None = None,
         group: str | None = None,
         error: str | None = None,
@@ -92,7 +97,7 @@ class DeadLetters:
 
         `error` is the name of an error's class; `since` and `until` bound the time of death.
         """
-        which = _Which(ids=None, topic=topic, group=group, error=error, since=since, until=until, limit=limit)
+        which = _Which(ids=ids, topic=topic, group=group, error=error, since=since, until=until, limit=limit)
         return [letter async for letter in self._find(which)]
 
     async def length(self) -> int:
@@ -101,8 +106,24 @@ class DeadLetters:
 
     async def show(self, letter_id: str) -> DeadLetter | None:
         """The dead letter of this id, or None."""
+        _check_id(letter_id)
         page = await self._range(letter_id, letter_id, 1)
         return _letter(*page[0]) if page else None
+
+    async def ids(
+        self,
+        *,
+        ids: Iterable[str] | None = None,
+        topic: str | None = None,
+        group: str | None = None,
+        error: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        limit: int = 10_000,
+    ) -> Sequence[str]:
+        """The ids of the dead letters that `replay` or `discard` would take."""
+        which = _Which(ids=ids, topic=topic, group=group, error=error, since=since, until=until, limit=limit)
+        return [letter.id async for letter in self._find(which)]
 
     async def replay(
         self,
@@ -148,6 +169,8 @@ class DeadLetters:
         """Those chosen, read page by page. What was added after the start is left for the next time."""
         left = which.limit
         if which.ids is not None:
+            if isinstance(which.ids, (str, bytes)):
+                raise TypeError(f"ids must be an iterable of ids, not {type(which.ids).__name__}")
             for letter_id in which.ids:
                 letter = await self.show(letter_id)
                 if left and letter is not None and which.takes(letter):
@@ -177,6 +200,14 @@ class DeadLetters:
             self._redis, (self.dead_letter_stream,), (start, end, count)
         )
         return reply
+
+
+def _check_id(letter_id: object) -> None:
+    """Raise unless this is the id of an entry, as in "1700000000000-0"."""
+    if not isinstance(letter_id, str):
+        raise TypeError(f"a dead letter's id must be a str, not {type(letter_id).__name__}")
+    if not _ID.fullmatch(letter_id):
+        raise ValueError(f"{letter_id!r} is no id of a dead letter; one looks like 1700000000000-0")
 
 
 def _letter(letter_id: bytes, fields: Fields) -> DeadLetter | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import ARRAY, Integer, Interval, Table, Text, Uuid
+from sqlalchemy import ARRAY, CursorResult, DateTime, Integer, Interval, Table, Text, Uuid
 
+from oncely.arguments import check_count, check_text, check_time, ids_of
 from oncely.statement import Statement
 from oncely.transaction import Caller, execute
 from oncely.webhooks.records import OriginStats, State, WebhookRecord, WebhookStats
@@ -26,6 +27,11 @@ class Operations:
         self._stats = Statement(_STATS, tables)
         self._origins = Statement(_ORIGINS, tables, {"limit": Integer})
         self._list = Statement(_LIST, tables, which | {"state": Text})
+        self._dead = Statement(
+            _DEAD,
+            tables,
+            which | {"states": ARRAY(Text), "type": Text, "error": Text, "since": _TIME, "until": _TIME},
+        )
         self._reopen = Statement(
             _REOPEN, tables, which | {"states": ARRAY(Text), "horizon": Interval, "error": Text}
         )
@@ -41,9 +47,26 @@ class Operations:
         self, caller: Caller, *, state: State | None, which: dict[str, Any]
     ) -> Sequence[WebhookRecord]:
         parameters = which | {"state": None if state is None else State(state).value}
-        rows = await execute(caller, self._table, self._list, parameters)
-        found: list[dict[str, Any]] = [{**row, "state": State(row["state"])} for row in rows.mappings()]
-        return [WebhookRecord(**fields) for fields in found]
+        return _records(await execute(caller, self._table, self._list, parameters))
+
+    async def dead(
+        self,
+        caller: Caller,
+        *,
+        states: Iterable[State],
+        type_: str | None,
+        error: str | None,
+        since: datetime | None,
+        until: datetime | None,
+        which: dict[str, Any],
+    ) -> Sequence[WebhookRecord]:
+        check_text(type_, "type")
+        check_text(error, "error")
+        check_time(since, "since")
+        check_time(until, "until")
+        given = [State(state).value for state in states]
+        chosen = which | {"states": given, "type": type_, "error": error, "since": since, "until": until}
+        return _records(await execute(caller, self._table, self._dead, chosen))
 
     async def reopen(
         self,
@@ -67,15 +90,23 @@ class Operations:
 
 def which(ids: Iterable[UUID] | None, origin: str | None, caller: str | None, limit: int) -> dict[str, Any]:
     """The parameters that choose webhooks: those that match all that is given."""
-    if limit < 0:
-        raise ValueError(f"limit is below zero: {limit}")
+    check_count(limit, "limit", least=0)
+    check_text(origin, "origin")
+    check_text(caller, "caller")
     return {
-        "ids": None if ids is None else list(ids),
+        "ids": ids_of(ids),
         "origin": origin,
         "caller": caller,
         "limit": limit,
     }
 
+
+def _records(rows: CursorResult[Any]) -> Sequence[WebhookRecord]:
+    found: list[dict[str, Any]] = [{**row, "state": State(row["state"])} for row in rows.mappings()]
+    return [WebhookRecord(**fields) for fields in found]
+
+
+_TIME = DateTime(timezone=True)
 
 _MATCHES = """
 (:ids IS NULL OR id = ANY (:ids)) AND (:origin IS NULL OR origin = :origin)
@@ -110,13 +141,26 @@ FROM {{webhooks}} WHERE state = 'pending'
 GROUP BY origin ORDER BY pending DESC, origin LIMIT :limit
 """  # noqa: S608  a constant
 
+_OPEN_COLUMNS = """
+id, state, caller, account, type, key, origin, signing_scope, key_id, attempts, last_error,
+created_at, due_at, retry_until, finished_at
+"""
+
 # Ids begin with the time they were made, so the newest come first.
 _LIST = f"""
-SELECT id, state, caller, account, type, key, origin, signing_scope, key_id, attempts, last_error,
-       created_at, due_at, retry_until, finished_at
-FROM {{webhooks}}
+SELECT {_OPEN_COLUMNS} FROM {{webhooks}}
 WHERE (:state IS NULL OR state = :state) AND {_MATCHES}
 ORDER BY id DESC LIMIT :limit
+"""  # noqa: S608  a constant
+
+# A quarantined one is not finished; it became so no later than its lease's end, which `due_at` still is.
+_DEAD = f"""
+SELECT {_OPEN_COLUMNS} FROM {{webhooks}}
+WHERE state = ANY (:states) AND state IN ('expired', 'rejected', 'quarantined') AND {_MATCHES}
+  AND (:type IS NULL OR type = :type) AND (:error IS NULL OR last_error = :error)
+  AND (:since IS NULL OR coalesce(finished_at, due_at) >= :since)
+  AND (:until IS NULL OR coalesce(finished_at, due_at) < :until)
+ORDER BY id LIMIT :limit
 """  # noqa: S608  a constant
 
 # Whoever opens one again gives it time again: left as it was, it would expire at once.

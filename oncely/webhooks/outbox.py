@@ -17,6 +17,7 @@ from uuid import UUID
 
 from sqlalchemy import Integer, MetaData, Table
 
+from oncely.arguments import check_count, check_id
 from oncely.errors import InvalidKey
 from oncely.event import check_key, uuid7
 from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
@@ -25,11 +26,11 @@ from oncely.tables import webhooks_table
 from oncely.telemetry.commit import tell_when_committed
 from oncely.telemetry.observer import Observer, guarded
 from oncely.telemetry.records import WebhookEnqueued, WebhooksMeasured
-from oncely.transaction import Caller, Sessionmaker, join, says_what_is_missing
+from oncely.transaction import Caller, Sessionmaker, execute, join, says_what_is_missing
 from oncely.webhooks.destination import Destination, HeadersLike, check_headers
 from oncely.webhooks.leases import EXPIRE, EXPIRY_BATCH, Lease, Leases
 from oncely.webhooks.operations import Operations, which
-from oncely.webhooks.records import Resealed, State, WebhookRecord, WebhookStats
+from oncely.webhooks.records import ENDED_BADLY, Resealed, State, WebhookRecord, WebhookStats
 from oncely.webhooks.rows import Rows
 from oncely.webhooks.sealing import Content, Keyring, Routing
 
@@ -71,9 +72,8 @@ class Webhooks:
         self._operations = Operations(self.table)
         tables = {"webhooks": self.table}
         self._expire = Statement(EXPIRE, tables, {"batch": Integer})
-        self._prune = Statement(
-            _PRUNE.replace("/* cutoff */", CUTOFF_TIME), tables, CUTOFF | {"limit": Integer}
-        )
+        self._prune = Statement(_PRUNE, tables, CUTOFF | {"limit": Integer})
+        self._prunable = Statement(_PRUNABLE, tables, CUTOFF | {"at_most": Integer})
 
     async def enqueue(
         self,
@@ -165,10 +165,21 @@ class Webhooks:
         """`prune` as early as it may be."""
         return await self.prune(session, limit=limit)
 
+    async def prunable(
+        self,
+        session: Caller,
+        *,
+        older_than: timedelta | datetime = timedelta(days=7),
+        at_most: int = 100_000,
+    ) -> int:
+        """How many webhooks `prune` would delete, none counted beyond `at_most`."""
+        check_count(at_most, "at_most")
+        parameters = cutoff_parameters(older_than) | {"at_most": at_most}
+        return int((await execute(session, self.table, self._prunable, parameters)).scalar_one())
+
     async def stats(self, session: Caller, *, origins: int = 100) -> WebhookStats:
         """Counts of the table, and of the `origins` with the most pending webhooks."""
-        if origins < 0:
-            raise ValueError(f"origins is below zero: {origins}")
+        check_count(origins, "origins", least=0)
         return await self._operations.stats(session, limit=origins)
 
     async def measure(self, sessionmaker: Sessionmaker) -> Sequence[WebhooksMeasured]:
@@ -198,6 +209,29 @@ class Webhooks:
     ) -> Sequence[WebhookRecord]:
         """Webhooks that match all that is given, newest first, without what is sealed."""
         return await self._operations.list(session, state=state, which=which(ids, origin, caller, limit))
+
+    async def dead(
+        self,
+        session: Caller,
+        *,
+        states: Iterable[State] = ENDED_BADLY,
+        ids: Iterable[UUID] | None = None,
+        type: str | None = None,  # noqa: A002  as it is called everywhere
+        error: str | None = None,
+        origin: str | None = None,
+        caller: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        limit: int = 100,
+    ) -> Sequence[WebhookRecord]:
+        """Webhooks that ended badly, in one of these states, and match all that is given; oldest first.
+
+        `error` is what `last_error` says ("HTTP 410"); `since` and `until` bound when it ended so.
+        """
+        chosen = which(ids, origin, caller, limit)
+        return await self._operations.dead(
+            session, states=states, type_=type, error=error, since=since, until=until, which=chosen
+        )
 
     async def retry(
         self,
@@ -264,8 +298,9 @@ class Webhooks:
         For when a key may be known to others: call it, each time in a transaction of its own, with the
         `last_id` of the call before, until that is None. Rows that do not open are left as they are.
         """
-        if limit < 1:
-            raise ValueError(f"limit must be 1 or more, not {limit}")
+        check_count(limit, "limit")
+        if after is not None:
+            check_id(after, "after")
         return await self._rows.reseal(await join(session, self.table), after=after, limit=limit)
 
     async def sealed_with(self, session: Caller) -> dict[str, int]:
@@ -288,12 +323,19 @@ def _checked(horizon: timedelta) -> timedelta:
     return horizon
 
 
-_PRUNE = """
-DELETE FROM {webhooks}
+_OLD = f"""
+state IN ('delivered', 'expired', 'rejected')
+AND retry_until < least({CUTOFF_TIME}, statement_timestamp() - interval '7 days')
+"""
+
+_PRUNABLE = f"""
+SELECT count(*) FROM (SELECT FROM {{webhooks}} WHERE {_OLD} LIMIT :at_most) AS old
+"""  # noqa: S608  a constant
+
+_PRUNE = f"""
+DELETE FROM {{webhooks}}
 WHERE id = ANY (ARRAY(
-    SELECT id FROM {webhooks}
-    WHERE state IN ('delivered', 'expired', 'rejected')
-      AND retry_until < least(/* cutoff */, statement_timestamp() - interval '7 days')
+    SELECT id FROM {{webhooks}} WHERE {_OLD}
     ORDER BY retry_until LIMIT :limit
     FOR UPDATE SKIP LOCKED))
-"""
+"""  # noqa: S608  a constant

@@ -7,7 +7,7 @@ from datetime import datetime
 from enum import StrEnum
 from uuid import UUID
 
-__all__ = ["OriginStats", "Resealed", "State", "WebhookRecord", "WebhookStats"]
+__all__ = ["ENDED_BADLY", "OriginStats", "Resealed", "State", "WebhookRecord", "WebhookStats"]
 
 
 class State(StrEnum):
@@ -23,6 +23,10 @@ class State(StrEnum):
     """Its endpoint said what no retry can mend, or somebody discarded it."""
     QUARANTINED = "quarantined"
     """It cannot be sent as it is. It is kept until it is released or discarded."""
+
+
+ENDED_BADLY = (State.EXPIRED, State.REJECTED, State.QUARANTINED)
+"""What a webhook can be sent again from."""
 
 
 @dataclass(frozen=True, slots=True)
