@@ -60,6 +60,8 @@ retention = Retention(sessions, {{outbox: timedelta(days=7), keys: timedelta(day
 
 worker = Worker(relay, consumer, retention)
 everything = [worker, inbox, effects, webhooks]
+outboxes = [outbox, sessions]
+rooms = (sessions, outbox, keys, inbox, effects, webhooks)
 
 
 def make():

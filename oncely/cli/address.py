@@ -26,12 +26,7 @@ def connect(text: str) -> AsyncEngine:
             "the database's URL cannot be read; it has the form postgresql://user:password@host/database",
             exit_code=WRONG_USE,
         ) from None
-    url = _with_driver(url)
-    options: dict[str, Any] = {}
-    if url.drivername == "postgresql+asyncpg":
-        options = {"timeout": _CONNECT_SECONDS}
-    elif url.drivername == "postgresql+psycopg" and "connect_timeout" not in url.query:
-        options = {"connect_timeout": _CONNECT_SECONDS}
+    url, options = _with_options(_with_driver(url))
     try:
         return create_async_engine(url, connect_args=options)
     except (SQLAlchemyError, ImportError) as error:
@@ -53,7 +48,7 @@ def _with_driver(url: URL) -> URL:
         if _is_installed("psycopg"):
             return url.set(drivername="postgresql+psycopg")
         if _is_installed("asyncpg"):
-            return _for_asyncpg(url)
+            return url.set(drivername="postgresql+asyncpg")
         raise Failure("no async driver is installed: pip install 'psycopg[binary]', or asyncpg")
     if url.drivername in ("postgresql+psycopg", "postgresql+psycopg_async", "postgresql+asyncpg"):
         return url
@@ -66,11 +61,19 @@ def _with_driver(url: URL) -> URL:
     )
 
 
-def _for_asyncpg(url: URL) -> URL:
+def _with_options(url: URL) -> tuple[URL, dict[str, Any]]:
+    """The URL and the arguments of its driver; asyncpg has other names for what libpq's URLs say."""
+    if url.drivername.startswith("postgresql+psycopg"):
+        defaults = {"connect_timeout": _CONNECT_SECONDS, "application_name": "oncely"}
+        return url, {name: value for name, value in defaults.items() if name not in url.query}
+    if url.drivername != "postgresql+asyncpg":
+        return url, {}
     query = dict(url.query)
     if "sslmode" in query:
         query["ssl"] = query.pop("sslmode")
-    return url.set(drivername="postgresql+asyncpg", query=query)
+    name = str(query.pop("application_name", "oncely"))
+    seconds = float(str(query.pop("connect_timeout", _CONNECT_SECONDS)))
+    return url.set(query=query), {"timeout": seconds, "server_settings": {"application_name": name}}
 
 
 def _is_installed(driver: str) -> bool:

@@ -114,8 +114,15 @@ def placed(command: Callable[..., None]) -> Callable[..., None]:
 
 
 _WORDS = {
-    "ids": Annotated[list[str] | None, typer.Argument(metavar="[TARGET] [ID]...", show_default=False)],
-    "key": Annotated[list[str], typer.Argument(metavar="[TARGET] KEY", show_default=False)],
+    "ids": Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TARGET] [ID]", help="Ids, after the target if there is one.", show_default=False
+        ),
+    ],
+    "key": Annotated[
+        list[str], typer.Argument(metavar="[TARGET] KEY", help="The key, after the target if there is one.")
+    ],
 }
 _OPTIONS: dict[str, tuple[object, object]] = {
     "target": (Target, None),

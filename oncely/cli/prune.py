@@ -54,9 +54,10 @@ def prune(
 ) -> None:
     """Delete what is finished and old.
 
-    It says how much there is, and asks. Finished are published events, keys (those with a ttl when it is over, whatever their age), handled
-    messages, and effects that are done or failed. Never an event that was not published, an effect in
-    doubt or a quarantined webhook. Without --older-than, a target's Retention says how old.
+    It says how much there is, and asks. Finished are published events, keys (those with a ttl when it is
+    over, whatever their age), handled messages, and effects that are done or failed. Never an event that
+    was not published, an effect in doubt or a quarantined webhook. Without --older-than, a target's
+    Retention says how old.
 
     Each transaction deletes 1,000 rows at most and passes over what somebody has locked. --json gives
     {"asked": 3, "done": 3, "by": [{where, older_than_seconds, asked, done}]}; a count of 100,000 before

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
-from sqlalchemy import Connection, Engine, MetaData, inspect
+from sqlalchemy import Connection, Engine, MetaData, inspect, text
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely.cli.address import connect, named
@@ -285,17 +285,33 @@ async def _discover(finds: _Finds) -> None:
 
 def _tables(connection: Connection, schema: str | None) -> list[tuple[str, str]]:
     """Kind and name of each table of oncely's in the schema, told by its columns."""
-    found = {
-        name: {column["name"] for column in columns}
-        for (_, name), columns in inspect(connection).get_multi_columns(schema=schema).items()
-    }
-    kinds = {kind: {column.name for column in _made(kind, kind, None).table.columns} for kind in _kinds()}
+    there: dict[str, set[str]] = {}
+    if connection.dialect.name == "sqlite":
+        reflected = inspect(connection).get_multi_columns(schema=schema)
+        there = {name: {column["name"] for column in columns} for (_, name), columns in reflected.items()}
+    else:
+        for name, column in connection.execute(_COLUMNS, {"schema": schema}):
+            there.setdefault(name, set()).add(column)
+    kinds = {kind: set(_made(kind, kind, None).table.columns.keys()) for kind in _kinds()}
     return [
         (kind, name)
         for kind, columns in kinds.items()
-        for name, there in sorted(found.items())
-        if columns <= there
+        for name, found in sorted(there.items())
+        if columns <= found
     ]
+
+
+# Not by SQLAlchemy's inspection, which warns of every type in the schema that it does not know.
+_COLUMNS = text(
+    """
+    SELECT relname, attname
+    FROM pg_catalog.pg_class
+    JOIN pg_catalog.pg_namespace ON pg_namespace.oid = relnamespace
+    JOIN pg_catalog.pg_attribute ON attrelid = pg_class.oid
+    WHERE nspname = coalesce(CAST(:schema AS text), current_schema())
+      AND relkind IN ('r', 'p') AND NOT relispartition AND attnum > 0 AND NOT attisdropped
+    """
+)
 
 
 def _kinds() -> list[str]:

@@ -55,7 +55,7 @@ class Look:
     """One look: for each kind of room, the facts of each by name; `errors` are about those that failed."""
 
     at: datetime
-    at_most: int = _AT_MOST
+    at_most: int
     outboxes: list[dict[str, Any]] = field(default_factory=list)
     streams: list[dict[str, Any]] = field(default_factory=list)
     inboxes: list[dict[str, Any]] = field(default_factory=list)
@@ -96,7 +96,7 @@ async def _watch(place: Place, interval: float, *, as_json: bool) -> bool:
 
 async def look(rooms: Rooms, *, group: str | None = None) -> Look:
     """One look at all rooms, each for ten seconds at most; one that fails does not hide the others."""
-    seen = Look(at=datetime.now(UTC))
+    seen = Look(at=datetime.now(UTC), at_most=_AT_MOST)
     looks: list[tuple[list[dict[str, Any]], str, Callable[[], Awaitable[dict[str, Any]]]]] = [
         *((seen.outboxes, at.name, partial(_counts, at)) for at in rooms.outboxes),
         *((seen.streams, at.name, partial(_stream, at, group)) for at in rooms.streams),

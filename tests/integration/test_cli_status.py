@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import make_url
+from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely.event import uuid7
 from oncely.streams import stream_publisher
 from tests.command import Shop, oncely
-from tests.outboxes import emit, fail
+from tests.database import Database
+from tests.outboxes import emit, execute, fail
 from tests.streams import deliver, events
 from tests.webhooks import enqueue
 
@@ -50,7 +58,7 @@ async def _succeeds(provider_token: str) -> object:
 
 def facts(document: dict[str, Any], shop: Shop) -> dict[str, Any]:
     """The document without what changes from run to run."""
-    text = json.dumps(document).replace(shop.stream, "STREAM")
+    text = json.dumps(document).replace(shop.stream, "STREAM").replace('"oncely_test.', '"')
     found: dict[str, Any] = json.loads(text)
     del found["at"]
     for room in ("outboxes", "streams", "inboxes", "keys", "webhooks"):
@@ -117,3 +125,198 @@ async def test_everything_that_a_target_has_is_looked_at(shop: Shop) -> None:
     ran = await oncely("status", shop.target(), "--json")
     assert (ran.exit_code, ran.stderr) == (0, "")
     assert facts(ran.json, shop) == EVERYTHING
+
+
+async def test_the_same_is_found_in_a_database_by_the_columns_of_its_tables(
+    shop: Shop, database: Database, redis_url: str
+) -> None:
+    await fill(shop)
+    ran = await oncely("status", "--json", *place(database), *tables(shop))
+    assert (ran.exit_code, ran.stderr) == (0, "")
+    assert facts(ran.json, shop) == EVERYTHING | {"streams": []}
+    ran = await oncely("status", "--json", "--redis-url", redis_url, "--stream", shop.stream)
+    assert facts(ran.json, shop)["streams"] == EVERYTHING["streams"]
+
+
+def place(database: Database) -> list[str]:
+    """Options that lead to the database as a person would write them: without a driver."""
+    url = make_url(database.url).set(drivername="postgresql").render_as_string(hide_password=False)
+    return ["--database-url", url, *(["--schema", database.schema] if database.schema else [])]
+
+
+def tables(shop: Shop) -> list[str]:
+    """Options that choose all of the shop's tables, by name."""
+    rooms = (shop.outbox, shop.keys, shop.inbox, shop.effects, shop.webhooks)
+    return [word for room in rooms for word in ("--table", room.table.name)]
+
+
+@pytest.mark.parametrize("attribute", ["relay", "outbox", "outboxes", "make", "worker"])
+async def test_a_target_is_a_worker_a_service_a_room_a_list_or_what_a_function_makes(
+    shop: Shop, database: Database, attribute: str
+) -> None:
+    await emit(shop.outbox, shop.sessions, 1)
+    ran = await oncely("status", shop.target(attribute), "--table", "outbox", "--json")
+    if attribute == "outbox":
+        assert (ran.exit_code, ran.stdout) == (2, "")
+        assert ran.stderr == (
+            "oncely: outbox has no sessionmaker of its own: give --database-url or "
+            "ONCELY_DATABASE_URL, or name a list with a sessionmaker in it\n"
+        )
+        if database.schema is not None:
+            return  # an outbox of no schema is in the database's own
+        ran = await oncely(
+            "status", shop.target(attribute), "--json", env={"ONCELY_DATABASE_URL": database.url}
+        )
+    assert (ran.exit_code, ran.json["outboxes"][0]["ready"]) == (0, 1)
+
+
+async def test_a_list_with_a_sessionmaker_serves_the_rooms_that_have_none(shop: Shop) -> None:
+    await fill(shop)
+    ran = await oncely("status", shop.target("rooms"), "--json")
+    assert facts(ran.json, shop) == EVERYTHING | {"streams": []}
+
+
+async def test_a_person_reads_tables_without_a_payload_a_key_or_a_secret(shop: Shop) -> None:
+    await fill(shop)
+    ran = await oncely("status", shop.target())
+    assert ran.exit_code == 0
+    lines = [" ".join(line.split()) for line in ran.stdout.replace(shop.stream, "STREAM").splitlines()]
+    assert "outbox ready deferred in flight retrying dead lag" in lines
+    assert [line for line in lines if line.startswith("outbox 3 0 0 0 1 ")] != []
+    assert "stream group unread pending oldest pending dead letters" in lines
+    assert [line for line in lines if line.startswith("STREAM billing 2 1 ")] != []
+    assert "effects 0 1 0 1" in lines
+    assert [word for word in ("secret", "k-1", "charge:", "order.paid") if word in ran.stdout] == []
+    ran = await oncely("status", shop.target("rooms"))
+    assert max(map(len, ran.stdout.splitlines())) <= 80
+
+
+async def test_a_group_is_chosen_and_one_that_is_not_there_is_an_error(shop: Shop) -> None:
+    await fill(shop)
+    ran = await oncely("status", shop.target("consumer"), "--group", "billing", "--json")
+    assert facts(ran.json, shop)["streams"] == EVERYTHING["streams"]
+    ran = await oncely("status", shop.target("consumer"), "--group", "nobody")
+    assert ran.exit_code == 1
+    assert ran.stderr == f"oncely: {shop.stream}: stream {shop.stream!r} has no group 'nobody'\n"
+
+
+async def test_counts_stop_at_a_hundred_thousand_and_say_so(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oncely.cli.status._AT_MOST", 2)
+    await emit(shop.outbox, shop.sessions, 1, 2, 3)
+    ran = await oncely("status", shop.target("relay"))
+    assert "2+" in ran.stdout.splitlines()[2].split()
+    ran = await oncely("status", shop.target("relay"), "--json")
+    assert (ran.json["at_most"], ran.json["outboxes"][0]["ready"]) == (2, 2)
+
+
+async def test_tables_that_are_not_there_are_an_error_and_do_not_hide_the_others(
+    shop: Shop, engine: AsyncEngine
+) -> None:
+    await execute(engine, "DROP TABLE inbox")
+    ran = await oncely("status", shop.target(), "--json")
+    assert ran.exit_code == 1
+    assert ran.json["errors"] == [
+        {
+            "name": "inbox",
+            "error": "table 'inbox', or one that belongs to it, does not exist in this database; "
+            "run your migrations (alembic upgrade head)",
+        }
+    ]
+    assert [len(ran.json[kind]) for kind in ("outboxes", "inboxes", "keys", "effects")] == [1, 0, 1, 1]
+    ran = await oncely("status", shop.target())
+    assert ran.exit_code == 1
+    assert ran.stderr.startswith("oncely: inbox: table 'inbox', or one")
+
+
+async def test_a_redis_that_is_away_is_an_error_and_does_not_hide_the_database(shop: Shop) -> None:
+    ran = await oncely("status", shop.target(), "--redis-url", "redis://:hush@127.0.0.1:1/0", "--json")
+    assert (ran.exit_code, len(ran.json["outboxes"])) == (1, 1)
+    [error] = ran.json["errors"]
+    assert error["name"] == shop.stream
+    assert "127.0.0.1:1" in error["error"]
+    assert "hush" not in ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize(
+    "driver_in_url", ["postgresql", "postgres", "postgresql+asyncpg", "postgresql+psycopg"]
+)
+async def test_a_database_that_is_away_is_one_line_without_the_password(driver_in_url: str) -> None:
+    ran = await oncely(
+        "status", "--database-url", f"{driver_in_url}://me:hush@127.0.0.1:1/shop?application_name=hush"
+    )
+    assert (ran.exit_code, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
+    assert ran.stderr.startswith("oncely: the database cannot be reached: ")
+    assert "hush" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "give a target (package.module:attribute), or --database-url or ONCELY_DATABASE_URL"),
+        (["shop"], "'shop' is no import string; it has the form \"package.module:attribute\""),
+        (["json:absent.loads"], "'json:absent.loads': json has no attribute 'absent'"),
+        (["--database-url", "hush"], "the database's URL cannot be read; it has the form "),
+        (
+            ["--database-url", "mysql://me:hush@host/shop"],
+            "'mysql' is no driver that oncely works with; write ",
+        ),
+        (["--database-url", "postgresql+psycopg2://me:hush@host/shop"], "'postgresql+psycopg2' is no driver"),
+        (["--stream", "shop"], "a stream needs --redis-url or ONCELY_REDIS_URL, or a target"),
+        (["--stream", "shop", "--redis-url", "hush"], "Redis's URL cannot be read; it has the form redis://"),
+        (["json:__doc__"], "'json:__doc__' is a str; name a Worker, one of oncely's objects"),
+    ],
+)
+async def test_what_is_wrong_use_is_one_line_and_exit_code_2(words: list[str], message: str) -> None:
+    ran = await oncely("status", *words)
+    assert (ran.exit_code, ran.stdout, ran.stderr.count("\n")) == (2, "", 1)
+    assert ran.stderr.startswith(f"oncely: {message}")
+    assert "hush" not in ran.stderr
+
+
+async def test_names_that_are_not_there_are_said(shop: Shop, database: Database) -> None:
+    for words, message in (
+        ([shop.target(), "--table", "orders"], "there is no table 'orders' of oncely's here"),
+        ([shop.target(), "--stream", "orders"], "there is no stream 'orders' here"),
+        ([*place(database)[:2], "--schema", "pg_catalog"], "schema 'pg_catalog' of database '"),
+    ):
+        ran = await oncely("status", *words)
+        assert (ran.exit_code, ran.stdout) == (1, "")
+        assert ran.stderr.startswith(f"oncely: {message}")
+
+
+async def test_the_traceback_is_for_those_who_ask(shop: Shop) -> None:
+    absent = [shop.target("broken")]
+    assert "Traceback" not in (await oncely("status", *absent)).stderr
+    for asked in (
+        await oncely("status", *absent, "--verbose"),
+        await oncely("status", *absent, env={"ONCELY_DEBUG": "1"}),
+    ):
+        assert "Traceback" in asked.stderr
+        assert asked.stderr.endswith(
+            f"oncely: {shop.target('broken')} cannot be called: LookupError: no configuration "
+            f"({asked.stderr.rpartition('(')[2]}"
+        )
+        assert asked.exit_code == 1
+
+
+async def test_a_watch_looks_again_and_ends_by_ctrl_c(shop: Shop, tmp_path: Path) -> None:
+    await emit(shop.outbox, shop.sessions, 1)
+    words = ["status", shop.target("relay"), "--app-dir", str(tmp_path), "--json"]
+    watch = subprocess.Popen(  # noqa: ASYNC220  it is waited for in threads
+        [sys.executable, "-m", "oncely.cli", *words, "--watch", "--interval", "0.1"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert watch.stdout is not None
+    first = json.loads(await asyncio.to_thread(watch.stdout.readline))
+    await emit(shop.outbox, shop.sessions, 2)
+    counts = [first["outboxes"][0]["ready"]]
+    while counts[-1] != 2:
+        line = await asyncio.to_thread(watch.stdout.readline)
+        counts.append(json.loads(line)["outboxes"][0]["ready"])
+    watch.send_signal(signal.SIGINT)
+    _, stderr = await asyncio.to_thread(watch.communicate, timeout=20)
+    assert (watch.returncode, stderr, counts[0]) == (0, "", 1)

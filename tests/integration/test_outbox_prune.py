@@ -106,7 +106,7 @@ async def test_the_cutoff_may_be_a_time_in_any_zone(
     [
         ({"older_than": datetime(2026, 1, 1)}, "older_than is a time without a time zone"),  # noqa: DTZ001
         ({"older_than": timedelta(seconds=-1)}, "older_than is below zero: -1 day, 23:59:59"),
-        ({"older_than": HOUR, "limit": -1}, "limit is below zero: -1"),
+        ({"older_than": HOUR, "limit": -1}, "limit must be 0 or more, not -1"),
     ],
 )
 async def test_a_cutoff_or_limit_that_makes_no_sense_is_refused_before_any_sql(

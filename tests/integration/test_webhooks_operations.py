@@ -121,7 +121,7 @@ async def test_the_list_is_newest_first_and_chosen_by_all_that_is_given(
         assert await webhooks.list(session, ids=[]) == []
         assert len(await webhooks.list(session, limit=2)) == 2
         [record] = await webhooks.list(session, ids=[other])
-        with pytest.raises(ValueError, match="limit is below zero"):
+        with pytest.raises(ValueError, match="limit must be 0 or more, not -1"):
             await webhooks.list(session, limit=-1)
     assert (record.state, record.caller, record.account, record.type) == (
         State.PENDING,
