@@ -32,7 +32,7 @@ BATCH = 1_000
 """The most that one transaction deletes."""
 
 _COUNTED = 100_000
-_KINDS = ("outbox", "keys", "inbox", "effects")
+_KINDS = ("outbox", "keys", "inbox", "webhooks", "effects")
 
 
 @placed
@@ -42,12 +42,9 @@ def prune(
         list[str] | None,
         typer.Option(
             metavar="[KIND=]AGE",
-            help="12h, 7d, 4w: of every kind, or of outbox=, keys=, inbox=, effects=. More than once.",
+            help="12h, 7d, 4w: of all, or of outbox=, keys=, inbox=, webhooks=, effects=; may be repeated.",
         ),
     ] = None,
-    webhooks: Annotated[
-        bool, typer.Option("--webhooks", help="Also webhooks, seven days after their last possible retry.")
-    ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many rows of each table.")] = None,
     yes: Yes = False,
     json: Json = False,
@@ -55,9 +52,9 @@ def prune(
     """Delete what is finished and old.
 
     It says how much there is, and asks. Finished are published events, keys (those with a ttl when it is
-    over, whatever their age), handled messages, and effects that are done or failed. Never an event that
-    was not published, an effect in doubt or a quarantined webhook. Without --older-than, a target's
-    Retention says how old.
+    over, whatever their age), handled messages, effects that are done or failed, and webhooks that ended
+    (seven days after their last possible retry at the earliest). Never an event that was not published,
+    an effect in doubt or a quarantined webhook. Without --older-than, a target's Retention says how old.
 
     Each transaction deletes 1,000 rows at most and passes over what somebody has locked. --json gives
     {"asked": 3, "done": 3, "by": [{where, older_than_seconds, asked, done}]}; a count of 100,000 before
@@ -67,10 +64,10 @@ def prune(
 
     async def work() -> None:
         async with open_rooms(place) as rooms:
-            tasks = _tasks(rooms, ages, webhooks=webhooks)
+            tasks = _tasks(rooms, ages)
             if not tasks:
                 raise Failure(
-                    "say how old: --older-than 7d, or --older-than outbox=7d; for webhooks --webhooks",
+                    "say how old: --older-than 7d, or --older-than outbox=7d",
                     exit_code=WRONG_USE,
                 )
             for task in tasks:
@@ -93,7 +90,7 @@ class _Task:
     """One table to prune; `count(at_most)` and `delete(limit)` are its room's."""
 
     where: str
-    older_than: timedelta | None
+    older_than: timedelta
     count: Callable[[int], Awaitable[int]]
     delete: Callable[[int], Awaitable[int]]
     asked: int = 0
@@ -111,13 +108,13 @@ def _ages(given: Sequence[str]) -> dict[str, timedelta]:
     return ages
 
 
-def _tasks(rooms: Rooms, ages: Mapping[str, timedelta], *, webhooks: bool) -> list[_Task]:
+def _tasks(rooms: Rooms, ages: Mapping[str, timedelta]) -> list[_Task]:
     def age_of(kind: str, name: str) -> timedelta | None:
         """What was asked for; a Retention's word when nothing was."""
         return ages.get(kind, ages.get("")) if ages else rooms.ages.get(name)
 
-    kinds: dict[str, Sequence[Stored[Outbox] | Stored[IdempotencyKeys] | Stored[Inbox]]]
-    kinds = {"outbox": rooms.outboxes, "keys": rooms.keys, "inbox": rooms.inboxes}
+    kinds: dict[str, Sequence[Stored[Outbox] | Stored[IdempotencyKeys] | Stored[Inbox] | Stored[Webhooks]]]
+    kinds = {"outbox": rooms.outboxes, "keys": rooms.keys, "inbox": rooms.inboxes, "webhooks": rooms.webhooks}
     tasks = [
         _of_stored(at, older_than)
         for kind, stored in kinds.items()
@@ -129,12 +126,12 @@ def _tasks(rooms: Rooms, ages: Mapping[str, timedelta], *, webhooks: bool) -> li
         for effects in rooms.effects
         if (older_than := age_of("effects", effects.name)) is not None
     ]
-    if webhooks:
-        tasks += map(_of_webhooks, rooms.webhooks)
     return tasks
 
 
-def _of_stored(at: Stored[Outbox] | Stored[IdempotencyKeys] | Stored[Inbox], older_than: timedelta) -> _Task:
+def _of_stored(
+    at: Stored[Outbox] | Stored[IdempotencyKeys] | Stored[Inbox] | Stored[Webhooks], older_than: timedelta
+) -> _Task:
     async def count(at_most: int) -> int:
         async with at.sessionmaker() as session:
             return await at.room.prunable(session, older_than=older_than, at_most=at_most)
@@ -154,18 +151,6 @@ def _of_effects(at: Stored[Effects], older_than: timedelta) -> _Task:
         return await at.room.purge(older_than, limit=limit)
 
     return _Task(at.name, older_than, count, delete)
-
-
-def _of_webhooks(at: Stored[Webhooks]) -> _Task:
-    async def count(at_most: int) -> int:
-        async with at.sessionmaker() as session:
-            return await at.room.purgeable(session, at_most=at_most)
-
-    async def delete(limit: int) -> int:
-        async with at.sessionmaker() as session, session.begin():
-            return await at.room.purge(session, limit=limit)
-
-    return _Task(at.name, None, count, delete)
 
 
 async def _delete(tasks: Sequence[_Task], limit: int | None) -> None:
@@ -196,9 +181,8 @@ def _print(tasks: Sequence[_Task], *, json: bool) -> None:
         print_json({"asked": asked, "done": done, "by": by})
         return
     for task in tasks:
-        age_ = task.older_than
-        older = "" if age_ is None else f", older than {seconds_of(age_.total_seconds())}"
-        print_line(f"{task.where}: {task.done:,} deleted{older}")
+        older = seconds_of(task.older_than.total_seconds())
+        print_line(f"{task.where}: {task.done:,} deleted, older than {older}")
 
 
 def _rows(count: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeGuard, TypeVar
 
 from sqlalchemy import Connection, Engine, MetaData, inspect, text
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
@@ -118,7 +118,7 @@ class _Finds:
             self.add(found.outbox, found.sessionmaker)
         elif isinstance(found, Retention):
             for prunable, age in found.keep.items():
-                if isinstance(prunable, (Outbox, IdempotencyKeys, Inbox)):
+                if isinstance(prunable, (Outbox, IdempotencyKeys, Inbox)) or _is_webhooks(prunable):
                     self.add(prunable, found.sessionmaker)
                     self.ages[prunable.table.fullname] = age
         elif isinstance(found, (Outbox, IdempotencyKeys, Inbox)):
@@ -131,12 +131,12 @@ class _Finds:
             self.sessionmakers.append(found)
         elif _is_a(found, "oncely.webhooks.worker", "WebhookWorker"):
             self.add(found.webhooks, found.sessionmaker)  # type: ignore[attr-defined]
-        elif _is_a(found, "oncely.webhooks.outbox", "Webhooks"):
-            self.add(found, None)  # type: ignore[arg-type]
+        elif _is_webhooks(found):
+            self.add(found, None)
         elif _is_a(found, "oncely.streams.consumer", "StreamConsumer"):
             self.add_stream(found)  # type: ignore[arg-type]
         elif isinstance(found, Worker):
-            for each in found.services.values():
+            for each in found.services:
                 self.walk(each, within=True)
         elif not within:
             raise Failure(
@@ -190,7 +190,7 @@ class _Finds:
             keys=of(IdempotencyKeys),
             inboxes=of(Inbox),
             effects=of(Effects),
-            webhooks=[each for each in by_name if _is_a(each.room, "oncely.webhooks.outbox", "Webhooks")],
+            webhooks=[each for each in by_name if _is_webhooks(each.room)],
             streams=streams,
             ages=self.ages,
         )
@@ -235,6 +235,10 @@ def _is_a(found: object, module: str, name: str) -> bool:
     """Whether it is of a class whose module needs an extra: an object of it is there only if that is."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(found, getattr(loaded, name))
+
+
+def _is_webhooks(found: object) -> TypeGuard[Webhooks]:
+    return _is_a(found, "oncely.webhooks.outbox", "Webhooks")
 
 
 def _redis(url: str) -> Redis:
