@@ -96,7 +96,7 @@ async def test_stats_count_what_waits_and_what_ended_badly(
         ("https://c.example.com", 1, 0, False),
     ]
     async with sessions() as session:
-        with pytest.raises(ValueError, match="origins is below zero"):
+        with pytest.raises(ValueError, match="origins must be 0 or more, not -1"):
             await webhooks.stats(session, origins=-1)
     assert [each.origin for each in first.origins] == ["https://a.example.com"]
 
