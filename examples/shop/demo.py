@@ -117,7 +117,9 @@ def stop(workers: Sequence[WorkerProcess]) -> list[str]:
     """Tells the workers to stop; the logs of those that did not end in order."""
     for worker in workers:
         worker.stop()
-    return [worker.log() for worker in workers if worker.exit_code != 0]
+    # One that has only just been started is ended by the signal itself: it had begun nothing.
+    in_order = (0, -signal.SIGTERM)
+    return [worker.log() for worker in workers if worker.exit_code not in in_order]
 
 
 @asynccontextmanager
