@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import socket
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from httpx import AsyncClient, ConnectError
 from redis.asyncio import Redis
 from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -15,6 +18,7 @@ from tests.acceptance.worker_process import GROUP
 from tests.acceptance.workers import process
 from tests.database import Database
 from tests.outboxes import Sessions, emit
+from tests.waiting import until
 
 TARGET = "tests.acceptance.worker_process:from_environment"
 
@@ -69,6 +73,34 @@ async def test_a_service_with_a_bug_ends_it_with_1_and_a_traceback(
     assert worker.output.count("Traceback") == 1
 
 
+async def test_it_tells_over_http_that_it_lives_and_what_it_waits_for(redis_url: str, stream: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    places = {"DATABASE_URL": "postgresql+asyncpg:///?host=/absent", "REDIS_URL": redis_url, "STREAM": stream}
+    command = ("-m", "oncely.cli", "run", TARGET, "--health-port", str(port))
+    async with (
+        process(*command, **places) as worker,
+        AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False) as client,
+    ):
+        await worker.says("running")
+
+        async def waits() -> bool:
+            with suppress(ConnectError):  # it does not listen yet
+                services = (await client.get("/health")).json()["services"]
+                return [(each["name"], each["healthy"], each["waits_for"]) for each in services] == [
+                    ("Relay outbox", False, "database"),
+                    (f"StreamConsumer {stream}/{GROUP}", True, None),
+                    ("Retention outbox", False, "database"),
+                ]
+            return False
+
+        await until(waits)
+        assert (await client.get("/health")).status_code == 503
+        assert (await client.get("/live")).status_code == 200
+        assert await worker.stop() == 0
+
+
 async def test_a_table_that_is_not_there_ends_it_with_1_and_its_name(places: dict[str, str]) -> None:
     async with process("-m", "oncely.cli", "run", TARGET, **places) as worker:
         assert await worker.ends() == 1
@@ -95,7 +127,7 @@ def test_its_exit_codes_are_those_of_the_readme() -> None:
     from oncely.cli.run import run
 
     assert run.__doc__ is not None
-    codes = set(re.findall(r"\b(\d{1,3})\b", run.__doc__))
+    codes = set(re.findall(r"\b(\d{1,3})\b", run.__doc__.partition("Exit codes:")[2]))
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     table = readme.partition("| exit code |")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| (\d+)(?: or (\d+))? \|", table, re.MULTILINE)) == {
