@@ -183,7 +183,7 @@ class TableNameTaken(OncelyError, ValueError):
 
 
 class TransactionEnded(OncelyError):
-    """A message's work committed or rolled back the transaction that its inbox row is in."""
+    """A message's work ended the transaction that its inbox row is in, or caught an error that spoils it."""
 
 
 class TablesMissing(OncelyError):

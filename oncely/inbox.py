@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from sqlalchemy import Integer, MetaData, Table, Text, Uuid
+from sqlalchemy import Connection, Integer, MetaData, Table, Text, Uuid
 from sqlalchemy.event import listen, remove
-from sqlalchemy.ext.asyncio import AsyncSession, AsyncSessionTransaction, AsyncTransaction
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, AsyncSessionTransaction, AsyncTransaction
 from sqlalchemy.orm import Session
 
 from oncely.arguments import check_async, check_count, check_id
@@ -27,7 +28,7 @@ from oncely.tables import inbox_table
 from oncely.telemetry.commit import tell_when_committed
 from oncely.telemetry.observer import Observer, guarded
 from oncely.telemetry.records import MessageReceived
-from oncely.transaction import Caller, Sessionmaker, execute, join, owner_of
+from oncely.transaction import Caller, Sessionmaker, execute, join, owner_of, sqlstates
 
 __all__ = ["Inbox", "InboxStats"]
 
@@ -62,6 +63,7 @@ class Inbox:
         self._observer = guarded(observer)
         tables = {"inbox": self.table}
         self._insert = Statement(_INSERT, tables, {"consumer": Text, "event_id": Uuid})
+        self._row = Statement(_ROW, tables, {"consumer": Text, "event_id": Uuid})
         self._stats = Statement(_STATS, tables, {"at_most": Integer})
         self._prune = Statement(_PRUNE, tables, CUTOFF | {"limit": Integer})
         self._prunable = Statement(_PRUNABLE, tables, CUTOFF | {"at_most": Integer})
@@ -82,7 +84,8 @@ class Inbox:
 
         Raises, before any SQL: InvalidKey for a consumer that cannot be stored, NoTransaction in
         autocommit. Raises TransactionEnded when the work commits or rolls back the transaction, or
-        catches the error of a flush, with which SQLAlchemy rolls back.
+        catches the error of a flush, with which SQLAlchemy rolls back; the database's error when the
+        work has caught that of another statement.
         """
         _check_consumer(consumer)
         if not isinstance(event, Event):
@@ -91,7 +94,7 @@ class Inbox:
         async with session.begin_nested() as savepoint:
             if not await self._is_first(session, event, consumer):
                 return False
-            with _kept_open(session, savepoint):
+            with _kept_open(session, self.table, savepoint):
                 await work()
         if self._observer is not None:
             record = MessageReceived(inbox=self.table.fullname, consumer=consumer, outcome="first")
@@ -107,8 +110,10 @@ class Inbox:
     ) -> Handler:
         """A handler for `StreamConsumer.subscribe` that calls `handle(session, event)` once per event.
 
-        Each call is one transaction of its own, which holds the row and what `handle` writes. A
-        `handle` that ends it by itself gets TransactionEnded, and the message comes again.
+        Each call is one transaction of its own, which holds the row and what `handle` writes. When
+        `handle` has ended it, or caught the error of a statement, after which PostgreSQL rolls back
+        whatever follows, that is TransactionEnded, and the message comes again. A statement that may
+        fail belongs in a savepoint: `async with session.begin_nested()`.
         """
         _check_consumer(consumer)
         check_async(handle, "handle")
@@ -117,8 +122,9 @@ class Inbox:
             async with sessionmaker() as session, session.begin() as transaction:
                 if not await self._is_first(session, event, consumer):
                     return
-                with _kept_open(session, transaction):
+                with _kept_open(session, self.table, transaction):
                     await handle(session, event)
+                await self._require_row(session, event, consumer)
             if self._observer is not None:
                 self._observer(MessageReceived(inbox=self.table.fullname, consumer=consumer, outcome="first"))
 
@@ -164,14 +170,34 @@ class Inbox:
             self._observer(MessageReceived(inbox=self.table.fullname, consumer=consumer, outcome="duplicate"))
         return is_first
 
+    async def _require_row(self, session: AsyncSession, event: Event, consumer: str) -> None:
+        """The row is there, in the transaction that wrote it: only then does a commit keep the work.
+
+        PostgreSQL answers the commit of a transaction in which a statement has failed with a rollback,
+        and the drivers are content with that.
+        """
+        row = {"consumer": consumer, "event_id": event.id}
+        try:
+            is_there = (await execute(session, self.table, self._row, row)).scalar() is not None
+        except DBAPIError as error:
+            if "25P02" not in sqlstates(error):
+                raise
+            raise TransactionEnded(
+                "the work has caught the error of a statement, so its transaction cannot be committed"
+            ) from error
+        if not is_there:
+            raise TransactionEnded("the work has ended its inbox row's transaction by SQL of its own")
+
 
 @contextmanager
-def _kept_open(session: Caller, transaction: AsyncSessionTransaction | AsyncTransaction) -> Iterator[None]:
+def _kept_open(
+    session: Caller, table: Table, transaction: AsyncSessionTransaction | AsyncTransaction
+) -> Iterator[None]:
     """The transaction that holds the row lives through the block, or the block ends in TransactionEnded.
 
-    A session that is asked to commit refuses before anything is committed. A rollback inside the block,
-    also the one that SQLAlchemy makes when a flush fails, is found at the end of it: without the row,
-    the work must not count as done.
+    A session, or its connection, that is asked to commit refuses before anything is committed. A
+    rollback inside the block, also the one that SQLAlchemy makes when a flush fails, is found at the
+    end of it: without the row, the work must not count as done.
     """
     owner = owner_of(session)
     held = transaction.sync_transaction
@@ -179,10 +205,18 @@ def _kept_open(session: Caller, transaction: AsyncSessionTransaction | AsyncTran
     def refuse(committing: Session) -> None:
         current = committing.get_nested_transaction() or committing.get_transaction()
         if current is held:
-            raise TransactionEnded("the work was to commit the transaction that its inbox row is in")
+            raise TransactionEnded(_WAS_TO_COMMIT)
+
+    def undo(committing: Connection) -> None:
+        committing.connection.rollback()  # SQLAlchemy takes a commit that failed for one that has ended it
+        raise TransactionEnded(_WAS_TO_COMMIT)
 
     if isinstance(owner, AsyncSession):
+        connection = owner.sync_session.connection({"clause": table})  # it is there, so it asks for nothing
         listen(owner.sync_session, "before_commit", refuse)
+    else:
+        connection = _started(owner)
+    listen(connection, "commit", undo)
     try:
         yield
         if not transaction.is_active:
@@ -190,6 +224,7 @@ def _kept_open(session: Caller, transaction: AsyncSessionTransaction | AsyncTran
                 "the work, or a flush that failed in it, ended its inbox row's transaction"
             )
     finally:
+        remove(connection, "commit", undo)
         if isinstance(owner, AsyncSession):
             remove(owner.sync_session, "before_commit", refuse)
 
@@ -200,10 +235,24 @@ def _check_consumer(consumer: str) -> None:
         raise InvalidKey("consumer is empty")
 
 
+_WAS_TO_COMMIT = "the work was to commit the transaction that its inbox row is in"
+
+
+def _started(connection: AsyncConnection) -> Connection:
+    assert connection.sync_connection is not None  # noqa: S101  join was asked
+    return connection.sync_connection
+
+
 # DO NOTHING waits for an open insert of the same row: if that commits, this one is second; if it rolls
 # back, this one is first.
 _INSERT = """
 INSERT INTO {inbox} (consumer, event_id) VALUES (:consumer, :event_id) ON CONFLICT DO NOTHING
+"""
+
+# An index look-up. xmin: the row that the transaction wrote itself, not one that it has committed before.
+_ROW = """
+SELECT 1 FROM {inbox}
+WHERE consumer = :consumer AND event_id = :event_id AND xmin = CAST(pg_current_xact_id() AS xid)
 """
 
 _STATS = """

@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import pytest
 from sqlalchemy import Column, Integer, MetaData, Table, Text, func, insert, select, text
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError, PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import registry
 
@@ -175,11 +175,29 @@ async def commit(session: AsyncSession, event: Event) -> None:
     await session.commit()
 
 
-ENDINGS = [swallow_a_flush_that_fails, roll_back, commit]
+async def commit_the_connection(session: AsyncSession, event: Event) -> None:
+    await book(session, event)
+    await (await session.connection()).commit()
+
+
+async def swallow_the_error_of_a_statement(session: AsyncSession, event: Event) -> None:
+    """PostgreSQL would answer the commit with a rollback, and no driver tells."""
+    await book(session, event)
+    with suppress(DBAPIError):
+        await session.execute(text("SELECT 1 / 0"))
+
+
+async def roll_back_by_sql(session: AsyncSession, event: Event) -> None:
+    await book(session, event)
+    await session.execute(text("ROLLBACK"))
+
+
+ENDINGS = [swallow_a_flush_that_fails, roll_back, commit, commit_the_connection]
+UNSEEN_ENDINGS = [swallow_the_error_of_a_statement, roll_back_by_sql]
 
 
 @pytest.mark.filterwarnings("ignore:New instance .* conflicts with persistent instance")
-@pytest.mark.parametrize("handle", ENDINGS, ids=lambda handle: handle.__name__)
+@pytest.mark.parametrize("handle", [*ENDINGS, *UNSEEN_ENDINGS], ids=lambda handle: handle.__name__)
 async def test_a_handler_that_ends_its_transaction_is_not_taken_for_done(
     inbox: Inbox, sessions: Sessions, driver: str, handle: Callable[[AsyncSession, Event], Awaitable[None]]
 ) -> None:
@@ -192,6 +210,7 @@ async def test_a_handler_that_ends_its_transaction_is_not_taken_for_done(
 
 
 @pytest.mark.filterwarnings("ignore:New instance .* conflicts with persistent instance")
+@pytest.mark.filterwarnings("ignore:nested transaction already deassociated")
 @pytest.mark.parametrize("handle", ENDINGS, ids=lambda handle: handle.__name__)
 async def test_work_that_ends_the_transaction_is_not_taken_for_done(
     inbox: Inbox, sessions: Sessions, driver: str, handle: Callable[[AsyncSession, Event], Awaitable[None]]
@@ -200,10 +219,43 @@ async def test_work_that_ends_the_transaction_is_not_taken_for_done(
     async with sessions() as session:
         with pytest.raises(TransactionEnded):
             await inbox.run(session, event, lambda: handle(session, event), consumer="billing")
+        with suppress(PendingRollbackError):  # when it was the connection that was to commit
+            await session.commit()
+    assert await booked(sessions) == 0
+    async with sessions.begin() as session:
+        assert await inbox.run(session, event, lambda: book(session, event), consumer="billing")
+
+
+@pytest.mark.parametrize("handle", UNSEEN_ENDINGS, ids=lambda handle: handle.__name__)
+async def test_work_that_spoils_the_transaction_unseen_is_not_taken_for_done(
+    inbox: Inbox, sessions: Sessions, driver: str, handle: Callable[[AsyncSession, Event], Awaitable[None]]
+) -> None:
+    event = paid()
+    async with sessions() as session:
+        with pytest.raises(DBAPIError):
+            await inbox.run(session, event, lambda: handle(session, event), consumer="billing")
         await session.commit()
     assert await booked(sessions) == 0
     async with sessions.begin() as session:
         assert await inbox.run(session, event, lambda: book(session, event), consumer="billing")
+
+
+async def test_work_that_commits_a_bare_connection_leaves_nothing(
+    inbox: Inbox, sessions: Sessions, engines: Callable[..., AsyncEngine], driver: str
+) -> None:
+    """Neither in the database nor open on the connection that goes back to the pool."""
+    event, engine = paid(), engines(pool_size=1, max_overflow=0)
+    async with engine.connect() as connection:
+
+        async def work() -> None:
+            await connection.execute(insert(revenue).values(note="half of it"))
+            await connection.commit()
+
+        with pytest.raises(TransactionEnded):
+            await inbox.run(connection, event, work, consumer="billing")
+    async with engine.begin() as connection:
+        assert await connection.scalar(select(func.count()).select_from(revenue)) == 0
+        assert await connection.scalar(select(func.count()).select_from(inbox.table)) == 0
 
 
 async def test_a_handler_may_use_savepoints_of_its_own(inbox: Inbox, sessions: Sessions, driver: str) -> None:
