@@ -150,7 +150,7 @@ class Ledger:
         # A tenth of the lease is kept for the settling, and for clocks that run at other speeds.
         return Claim(
             token=token,
-            events=[Event.from_json(*row[:7]) for row in found],
+            events=[Event.from_json(*fields) for *fields, _ in found],
             deadline=begun + lease.total_seconds() * 0.9,
         )
 
@@ -177,25 +177,29 @@ class Ledger:
                 "errors": [failure.error for failure in failures],
                 "delays": [failure.delay for failure in failures],
             }
-        async with alone(sessionmaker, self._events) as connection:
-            return bool((await connection.execute(statement, parameters)).scalar_one())
+        return bool(await self._alone(sessionmaker, statement, parameters))
 
     async def release(self, sessionmaker: Sessionmaker, claim: Claim) -> bool:
         """Give the batch back as it was: nothing is marked or counted. False when it was lost."""
-        async with alone(sessionmaker, self._events) as connection:
-            return bool((await connection.execute(self._release, {"tokens": [claim.token]})).scalar())
+        return bool(await self._alone(sessionmaker, self._release, {"tokens": [claim.token]}))
 
     async def marked(self, sessionmaker: Sessionmaker, ids: Sequence[UUID]) -> bool:
         """Whether all of these, and at least one, are published: for whoever saw no answer to a settling."""
-        async with alone(sessionmaker, self._events) as connection:
-            return bool((await connection.execute(self._marked, {"ids": list(ids)})).scalar_one())
+        return bool(await self._alone(sessionmaker, self._marked, {"ids": list(ids)}))
 
     async def renew(self, sessionmaker: Sessionmaker, claim: Claim, *, lease: timedelta) -> float | None:
         """Hold the claim for `lease` from now: its new deadline, or None when it was lost."""
         begun = time.monotonic()
-        async with alone(sessionmaker, self._events) as connection:
-            held = (await connection.execute(self._renew, {"token": claim.token, "lease": lease})).scalar()
+        held = await self._alone(sessionmaker, self._renew, {"token": claim.token, "lease": lease})
         return begun + lease.total_seconds() * 0.9 if held else None
+
+    async def _alone(
+        self, sessionmaker: Sessionmaker, statement: Statement, parameters: dict[str, object]
+    ) -> object:
+        """What the statement's one row says, if there is one."""
+        return await alone(
+            sessionmaker, self._events, lambda connection: connection.execute(statement, parameters).scalar()
+        )
 
 
 _MOST_LOOKS = 20
@@ -204,14 +208,16 @@ _NOTHING_LOCKED: dict[str, object] = {"locked_ids": [], "locked_keys": [], "lock
 # In a statement of its own, so that the next one sees what was committed while this one waited. A
 # claimer that stalls with the lock is ended by the server, so it cannot stop the others. A queue's
 # statistics are always out of date, so for this transaction the planner is told what is known: along
-# the indexes, with the plan that is there.
+# the indexes, with the plan that is there. Nobody waits for the disk: when the server crashes, a claim
+# that is lost with it means no more than that its events are claimed again.
 _LOCK = """
 SELECT EXISTS (SELECT FROM {claims} WHERE expires_at <= statement_timestamp()) AS expired,
        pg_current_xact_id_if_assigned() IS NOT NULL AS writes,
        count(set_config(name, value, true))
 FROM pg_advisory_xact_lock(1869505381, '{claims}'::regclass::oid::int4),
      (VALUES ('idle_in_transaction_session_timeout', '5000'), ('plan_cache_mode', 'force_generic_plan'),
-             ('enable_seqscan', 'off'), ('enable_bitmapscan', 'off'), ('jit', 'off')) AS setting (name, value)
+             ('enable_seqscan', 'off'), ('enable_bitmapscan', 'off'), ('jit', 'off'),
+             ('synchronous_commit', 'off')) AS setting (name, value)
 """
 
 _NOTHING_PARKED = "SELECT NULL::text AS key, NULL::bigint AS position WHERE false"
@@ -301,7 +307,7 @@ alone AS MATERIALIZED (
     ORDER BY due_at LIMIT 1
     FOR UPDATE SKIP LOCKED
 ),
-picked AS NOT MATERIALIZED (
+picked AS MATERIALIZED (
     SELECT * FROM alone
     UNION ALL
     SELECT * FROM locked
@@ -311,16 +317,17 @@ picked AS NOT MATERIALIZED (
 ),
 claim AS (
     INSERT INTO {claims} (token, claimed_by, expires_at, event_ids, keys, low)
-    SELECT :token, :claimed_by, statement_timestamp() + :lease, ARRAY(SELECT id FROM picked),
-           ARRAY(SELECT DISTINCT key FROM picked WHERE key IS NOT NULL),
-           (SELECT min(position) FROM picked WHERE due_at IS NULL)
-    WHERE EXISTS (SELECT FROM picked)
+    SELECT :token, :claimed_by, statement_timestamp() + :lease, array_agg(id),
+           coalesce(array_agg(DISTINCT key) FILTER (WHERE key IS NOT NULL), '{}'),
+           min(position) FILTER (WHERE due_at IS NULL)
+    FROM picked HAVING count(*) > 0
     RETURNING number
 ),
+span AS MATERIALIZED (SELECT min(position) AS first, max(position) AS last FROM ready),
 passed AS MATERIALIZED (
     SELECT min(position) AS position, array_agg(DISTINCT key) AS keys FROM {outbox}
     WHERE published_at IS NULL AND dead_at IS NULL AND due_at IS NULL
-      AND position >= (SELECT position FROM start) AND position < (SELECT min(position) FROM ready)
+      AND position >= (SELECT position FROM start) AND position < (SELECT first FROM span)
       AND EXISTS (SELECT FROM held) AND id NOT IN (SELECT id FROM taken)
 ),
 locked_out AS MATERIALIZED (
@@ -331,10 +338,10 @@ locked_out AS MATERIALIZED (
 SELECT NULL::uuid AS id,
        json_build_object(
            'ground', (SELECT ground FROM memory),
-           'first_claim', coalesce((SELECT min(number) FROM busy), (SELECT number FROM claim)),
+           'first_claim', coalesce((SELECT min(number) FROM busy), number),
            'detoured', (SELECT detoured FROM start),
-           'first_ready', (SELECT min(position) FROM ready),
-           'last_ready', (SELECT max(position) FROM ready),
+           'first_ready', (SELECT first FROM span),
+           'last_ready', (SELECT last FROM span),
            'lowest_claimed', (SELECT min(low) FROM busy),
            'first_passed', (SELECT position FROM passed),
            'passed_keys', (SELECT keys FROM passed),

@@ -1,9 +1,8 @@
 """Retention: finished rows are deleted in bounded batches.
 
 What is finished, each room says in its own `prune`: published events, keys past their time, handled
-messages, finished webhooks. Here is what they have in common: how a cutoff is given, that no statement
-deletes more than a batch, and the service that prunes them all for ever, each batch in a short
-transaction of its own.
+messages. Here is what they have in common: how a cutoff is given, that no statement deletes more than
+a batch, and the service that prunes them all for ever, each batch in a short transaction of its own.
 """
 
 from __future__ import annotations

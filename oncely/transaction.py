@@ -6,8 +6,8 @@ commits, rolls back or closes it. Whatever takes a `sessionmaker` does all of th
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 from sqlalchemy import Connection, CursorResult, Executable, Table
@@ -109,12 +109,22 @@ async def transact(sessionmaker: Sessionmaker, table: Table, work: Callable[[Con
     """The result of `work` in a short READ COMMITTED transaction of our own, committed after it.
 
     READ COMMITTED whatever the engine says: the statements that run here take a lock and then need
-    to see what was committed while they waited for it. `work` runs as a whole in SQLAlchemy's
-    greenlet, which is quicker than a switch for each of its statements.
+    to see what was committed while they waited for it.
     """
+    return await _in_session(sessionmaker, table, work, isolation_level="READ COMMITTED")
 
+
+async def alone(sessionmaker: Sessionmaker, table: Table, work: Callable[[Connection], _T]) -> _T:
+    """The result of `work`, whose one statement is a transaction of its own: two round trips fewer."""
+    return await _in_session(sessionmaker, table, work, isolation_level="AUTOCOMMIT")
+
+
+async def _in_session(
+    sessionmaker: Sessionmaker, table: Table, work: Callable[[Connection], _T], *, isolation_level: str
+) -> _T:
+    # As a whole in SQLAlchemy's greenlet, which is quicker than a switch for each of its steps.
     def in_session(session: Session) -> _T:
-        connection = session.connection({"clause": table}, {"isolation_level": "READ COMMITTED"})
+        connection = session.connection({"clause": table}, {"isolation_level": isolation_level})
         with says_what_is_missing(table):
             result = work(connection)
         session.commit()
@@ -122,17 +132,6 @@ async def transact(sessionmaker: Sessionmaker, table: Table, work: Callable[[Con
 
     async with sessionmaker() as session:
         return await session.run_sync(in_session)
-
-
-@asynccontextmanager
-async def alone(sessionmaker: Sessionmaker, table: Table) -> AsyncIterator[AsyncConnection]:
-    """A connection for one statement that is a transaction of its own: two round trips fewer."""
-    async with sessionmaker() as session, session.begin():
-        connection = await session.connection(
-            bind_arguments={"clause": table}, execution_options={"isolation_level": "AUTOCOMMIT"}
-        )
-        with says_what_is_missing(table):
-            yield connection
 
 
 def is_retryable(error: BaseException) -> bool:

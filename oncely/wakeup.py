@@ -107,8 +107,9 @@ class Wakeup:
         return True
 
     async def _find_channel(self, sessionmaker: Sessionmaker) -> str:
-        async with alone(sessionmaker, self._events) as connection:
-            return str((await connection.execute(self._channel)).scalar_one())
+        return await alone(
+            sessionmaker, self._events, lambda connection: str(connection.execute(self._channel).scalar_one())
+        )
 
     @asynccontextmanager
     async def _connection(

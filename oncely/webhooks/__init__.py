@@ -17,13 +17,13 @@ from oncely.webhooks.addresses import Lookup, is_public
 from oncely.webhooks.delivery import WebhookAttempt
 from oncely.webhooks.outbox import Webhooks
 from oncely.webhooks.outcome import Outcome
-from oncely.webhooks.records import OriginStats, Resealed, State, WebhookRecord, WebhookRun, WebhookStats
+from oncely.webhooks.records import OriginStats, Resealed, State, WebhookRecord, WebhookStats
 from oncely.webhooks.sealing import Keyring
 from oncely.webhooks.sending import WebhookSender
 from oncely.webhooks.signing import HttpSignatures, Message, Signer, StandardWebhooks
 from oncely.webhooks.transport import PinnedTransport, PrivateAddressesAllowed
 from oncely.webhooks.verifying import HttpSignaturesVerifier, StandardWebhooksVerifier, Verified
-from oncely.webhooks.worker import WebhookWorker
+from oncely.webhooks.worker import WebhookRun, WebhookWorker
 
 __all__ = [
     "AddressRefused",

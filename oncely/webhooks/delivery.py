@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Literal
+from typing import Literal, TypeAlias
 from uuid import UUID
 
 import httpx
@@ -26,15 +26,17 @@ from oncely.errors import AddressRefused, SealBroken, SealingKeyMissing, Signing
 from oncely.loop import complete, is_cancelled, within
 from oncely.telemetry.records import WebhookAttempted
 from oncely.transaction import Sessionmaker, is_passing
-from oncely.webhooks.credentials import Credentials
 from oncely.webhooks.leases import Lease, Standing
 from oncely.webhooks.outbox import Webhooks
 from oncely.webhooks.outcome import Outcome, describe, judge
-from oncely.webhooks.sending import GOODBYE, Reply
+from oncely.webhooks.sending import GOODBYE, Reply, WebhookSender
 
-__all__ = ["Courier", "WebhookAttempt"]
+__all__ = ["Courier", "SenderFor", "WebhookAttempt"]
 
 _log = logging.getLogger(__name__)
+
+SenderFor: TypeAlias = Callable[[str | None], Awaitable[WebhookSender]]
+"""The sender for a signing scope. It raises SigningScopeUnknown for one that it will never have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ class WebhookAttempt:
 
 
 class Courier:
-    """Makes attempts: `credentials` give the sender, `retry` spaces what fails.
+    """Makes attempts: `sender_for` gives the credentials, `retry` spaces what fails.
 
     `outage` spaces the tries to record an ending while the database is away, that is, says nothing for
     `database_timeout`; `grace` bounds them when the courier is cancelled.
@@ -64,7 +66,7 @@ class Courier:
         self,
         webhooks: Webhooks,
         sessionmaker: Sessionmaker,
-        credentials: Credentials,
+        sender_for: SenderFor,
         *,
         duration: timedelta,
         retry: Backoff,
@@ -74,7 +76,7 @@ class Courier:
     ) -> None:
         self._webhooks = webhooks
         self._sessionmaker = sessionmaker
-        self._credentials = credentials
+        self._sender_for = sender_for
         self._duration = duration
         self._retry = retry
         self._outage = outage
@@ -107,6 +109,19 @@ class Courier:
         """Give a lease back that nothing was done with."""
         await self._record(lease, _Ending("released"))
 
+    def _tell(self, lease: Lease, outcome: Outcome, error: str | None) -> None:
+        if (observer := self._webhooks.observer) is not None:
+            observer(
+                WebhookAttempted(
+                    webhooks=self._webhooks.table.fullname,
+                    type=lease.routing.type,
+                    outcome=outcome,
+                    attempt=lease.attempt,
+                    error=error or "",
+                    duration=timedelta(seconds=time.monotonic() - lease.started_at),
+                )
+            )
+
     async def _in_task_of_its_own(self, lease: Lease, attempt: _Attempt) -> _Ending:
         """What is the user's there may cancel its own task (a leaked timeout): that is a failure, no more."""
         try:
@@ -124,7 +139,7 @@ class Courier:
         cut = lease.ends_at - 1
         try:
             async with asyncio.timeout(cut - time.monotonic()):
-                sender = await self._credentials.sender_for(lease.routing.signing_scope)
+                sender = await self._sender_for(lease.routing.signing_scope)
             if time.monotonic() + (sender.deadline + GOODBYE).total_seconds() > cut:
                 raise TimeoutError("the credentials came too late for an attempt")
         except SigningScopeUnknown as error:
@@ -207,19 +222,6 @@ class Courier:
         if ending.outcome == "retry" and state in ("pending", "expired"):
             return "retry" if state == "pending" else "expired"
         return "lost"
-
-    def _tell(self, lease: Lease, outcome: Outcome, error: str | None) -> None:
-        if (observer := self._webhooks.observer) is not None:
-            observer(
-                WebhookAttempted(
-                    webhooks=self._webhooks.table.fullname,
-                    type=lease.routing.type,
-                    outcome=outcome,
-                    attempt=lease.attempt,
-                    error=error or "",
-                    duration=timedelta(seconds=time.monotonic() - lease.started_at),
-                )
-            )
 
     async def _look(self, lease: Lease) -> Standing:
         looking = self._webhooks.leases.look(self._sessionmaker, lease)

@@ -112,8 +112,11 @@ class Leases:
             "lease": duration,
             "batch": EXPIRY_BATCH,
         }
-        async with alone(sessionmaker, self._table) as connection:
-            rows = (await connection.execute(self._claim, parameters)).mappings().all()
+        rows = await alone(
+            sessionmaker,
+            self._table,
+            lambda connection: connection.execute(self._claim, parameters).mappings().all(),
+        )
         ends_at = started_at + duration.total_seconds()
         leases = [
             Lease(
@@ -132,8 +135,7 @@ class Leases:
 
     async def look(self, sessionmaker: Sessionmaker, lease: Lease) -> Standing:
         """How the lease stands right now."""
-        async with alone(sessionmaker, self._table) as connection:
-            in_time = (await connection.execute(self._look, _one(lease))).scalar_one_or_none()
+        in_time = await self._alone(sessionmaker, self._look, _one(lease))
         if in_time is None:
             return "lost"
         return "ours" if in_time else "overdue"
@@ -147,8 +149,7 @@ class Leases:
     ) -> bool:
         """Record the end. False: the lease is another's, and nothing was changed."""
         parameters = _one(lease) | {"state": state, "error": error}
-        async with alone(sessionmaker, self._table) as connection:
-            return (await connection.execute(self._finish, parameters)).rowcount == 1
+        return await self._changes(sessionmaker, self._finish, parameters)
 
     async def retry(
         self, sessionmaker: Sessionmaker, lease: Lease, error: str, delay: timedelta, *, duration: timedelta
@@ -159,23 +160,39 @@ class Leases:
         another's.
         """
         parameters = _one(lease) | {"error": error, "delay": delay, "lease": duration}
-        async with alone(sessionmaker, self._table) as connection:
-            state: Literal["pending", "expired"] | None = (
-                await connection.execute(self._retry, parameters)
-            ).scalar_one_or_none()
+        state: Literal["pending", "expired"] | None
+        state = await self._alone(sessionmaker, self._retry, parameters)
         return state
 
     async def recorded(self, sessionmaker: Sessionmaker, lease: Lease, error: str | None) -> str | None:
         """The state that an ending with this error led to, if it was this lease's; None if it was not."""
         parameters = {"id": lease.id, "attempt": lease.attempt, "error": error}
-        async with alone(sessionmaker, self._table) as connection:
-            state: str | None = (await connection.execute(self._recorded, parameters)).scalar_one_or_none()
+        state: str | None = await self._alone(sessionmaker, self._recorded, parameters)
         return state
 
     async def release(self, sessionmaker: Sessionmaker, lease: Lease) -> bool:
         """Give it back as it was: nothing was sent. False: the lease is another's."""
-        async with alone(sessionmaker, self._table) as connection:
-            return (await connection.execute(self._release, _one(lease))).rowcount == 1
+        return await self._changes(sessionmaker, self._release, _one(lease))
+
+    async def _alone(
+        self, sessionmaker: Sessionmaker, statement: Statement, parameters: dict[str, Any]
+    ) -> Any:
+        """What the statement's one row says, if there is one."""
+        return await alone(
+            sessionmaker,
+            self._table,
+            lambda connection: connection.execute(statement, parameters).scalar_one_or_none(),
+        )
+
+    async def _changes(
+        self, sessionmaker: Sessionmaker, statement: Statement, parameters: dict[str, Any]
+    ) -> bool:
+        """Whether the statement changed its one row."""
+        return await alone(
+            sessionmaker,
+            self._table,
+            lambda connection: connection.execute(statement, parameters).rowcount == 1,
+        )
 
 
 EXPIRY_BATCH = 1_000

@@ -1,4 +1,4 @@
-"""What is seen of webhooks: rows without what is sealed in them, and counts."""
+"""What operators see of webhooks: rows without what is sealed in them, and counts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ from datetime import datetime
 from enum import StrEnum
 from uuid import UUID
 
-__all__ = [
-    "ENDED_BADLY",
-    "OriginStats",
-    "Resealed",
-    "State",
-    "WebhookRecord",
-    "WebhookRun",
-    "WebhookStats",
-]
+__all__ = ["ENDED_BADLY", "OriginStats", "Resealed", "State", "WebhookRecord", "WebhookStats"]
 
 
 class State(StrEnum):
@@ -94,23 +86,3 @@ class Resealed:
     resealed: int
     unopened: int
     last_id: UUID | None
-
-
-@dataclass(frozen=True, slots=True)
-class WebhookRun:
-    """How many attempts of one pass ended how (see `Outcome`); `overdue` ones expired without another."""
-
-    delivered: int = 0
-    retried: int = 0
-    rejected: int = 0
-    expired: int = 0
-    quarantined: int = 0
-    released: int = 0
-    lost: int = 0
-    overdue: int = 0
-
-    @property
-    def attempts(self) -> int:
-        """All but the overdue ones."""
-        failed = self.retried + self.rejected + self.expired + self.quarantined
-        return self.delivered + failed + self.released + self.lost

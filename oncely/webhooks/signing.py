@@ -27,7 +27,6 @@ from http_message_signatures.signatures import HTTPMessageSigner
 __all__ = [
     "HttpSignatures",
     "Message",
-    "SignedRequest",
     "Signer",
     "StandardWebhooks",
     "check_ed25519",
@@ -114,7 +113,7 @@ class HttpSignatures:
         ours = {"webhook-id": name, "webhook-timestamp": timestamp}
         content_type = [value for name, value in message.headers if name.lower() == "content-type"]
         covered = ["@method", "@target-uri", "webhook-id", "webhook-timestamp", "content-digest"]
-        request = SignedRequest("POST", message.url, dict(ours))
+        request = _Request("POST", message.url, dict(ours))
         if content_type:
             request.headers["content-type"] = ", ".join(content_type)
             covered.append("content-type")
@@ -133,15 +132,6 @@ class HttpSignatures:
 
     def __repr__(self) -> str:
         return f"HttpSignatures(key_id={self.key_id!r}, tag={self.tag!r})"
-
-
-@dataclass(slots=True)
-class SignedRequest:
-    """A request as http_message_signatures wants it."""
-
-    method: str
-    url: str
-    headers: dict[str, str]
 
 
 def check_ed25519(**key: object) -> None:
@@ -164,6 +154,15 @@ def hmac_signature(secret: bytes, name: str, timestamp: str, body: bytes) -> str
     """The signature of Standard Webhooks over the message's bytes, whatever they are."""
     digest = hmac.digest(secret, b".".join((name.encode(), timestamp.encode(), body)), hashlib.sha256)
     return f"v1,{base64.b64encode(digest).decode()}"
+
+
+@dataclass(slots=True)
+class _Request:
+    """A message as http_message_signatures wants it."""
+
+    method: str
+    url: str
+    headers: dict[str, str]
 
 
 _LABEL = "webhook"

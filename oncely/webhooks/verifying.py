@@ -30,7 +30,7 @@ from http_message_signatures.signatures import HTTPMessageVerifier
 
 from oncely.errors import SignatureInvalid
 from oncely.webhooks.destination import Destination, HeadersLike, pairs_of
-from oncely.webhooks.signing import SignedRequest, check_ed25519, decode_secret, hmac_signature
+from oncely.webhooks.signing import check_ed25519, decode_secret, hmac_signature
 
 __all__ = ["HttpSignaturesVerifier", "StandardWebhooksVerifier", "Verified"]
 
@@ -117,7 +117,7 @@ class HttpSignaturesVerifier:
         try:
             # Without the body and these components, a signature over nothing much would do.
             results = self._verifier.verify(
-                SignedRequest(method.upper(), _in_one_spelling(url), joined),
+                _Request(method.upper(), _in_one_spelling(url), joined),
                 max_age=None,
                 expect_tag=self._tag,
                 require_components=("@method", "@target-uri", "content-digest", "webhook-id"),
@@ -133,6 +133,15 @@ class HttpSignaturesVerifier:
         if abs(now - created) > tolerance or now - expires > tolerance:
             raise SignatureInvalid("untimely")
         return Verified(result.covered_components['"webhook-id"'], datetime.fromtimestamp(created, UTC))
+
+
+@dataclass(slots=True)
+class _Request:
+    """A message as http_message_signatures wants it."""
+
+    method: str
+    url: str
+    headers: dict[str, str]
 
 
 _ANY = timedelta(days=36_500)

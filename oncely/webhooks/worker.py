@@ -12,28 +12,52 @@ import contextlib
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal, TypeAlias
 
 from oncely.backoff import Backoff
+from oncely.errors import SigningScopeUnknown
 from oncely.loop import complete, is_cancelled, run_loop, within
 from oncely.telemetry.records import Outage, WebhooksExpired
 from oncely.transaction import Sessionmaker, is_passing
-from oncely.webhooks.credentials import Credentials, Resolver
 from oncely.webhooks.delivery import Courier, WebhookAttempt
 from oncely.webhooks.leases import EXPIRY_BATCH, Claimed, Lease
 from oncely.webhooks.outbox import Webhooks
 from oncely.webhooks.outcome import describe
-from oncely.webhooks.records import WebhookRun
 from oncely.webhooks.sending import WebhookSender
 
-__all__ = ["OnAttempt", "WebhookWorker"]
+__all__ = ["OnAttempt", "Resolver", "WebhookRun", "WebhookWorker"]
 
 _log = logging.getLogger(__name__)
 
+Resolver: TypeAlias = Callable[[str], Awaitable[WebhookSender]]
+"""The sender for a signing scope, asked for every attempt, so that credentials rotate. It raises
+SigningScopeUnknown for a scope that will never have any; anything else is tried again later."""
+
 OnAttempt: TypeAlias = Callable[[WebhookAttempt], object]
 """Told of every attempt; plain or async."""
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookRun:
+    """How many attempts of one pass ended how (see `Outcome`); `overdue` ones expired without another."""
+
+    delivered: int = 0
+    retried: int = 0
+    rejected: int = 0
+    expired: int = 0
+    quarantined: int = 0
+    released: int = 0
+    lost: int = 0
+    overdue: int = 0
+
+    @property
+    def attempts(self) -> int:
+        """All but the overdue ones."""
+        failed = self.retried + self.rejected + self.expired + self.quarantined
+        return self.delivered + failed + self.released + self.lost
 
 
 class WebhookWorker:
@@ -67,6 +91,8 @@ class WebhookWorker:
         grace: timedelta = timedelta(seconds=10),
         on_attempt: OnAttempt | None = None,
     ) -> None:
+        if (sender is None) == (resolver is None):
+            raise ValueError("give exactly one of sender and resolver")
         if not 1 <= per_endpoint < concurrency:
             raise ValueError(
                 f"per_endpoint ({per_endpoint}) must be 1 or more and below concurrency ({concurrency}), "
@@ -86,7 +112,8 @@ class WebhookWorker:
                 f"lease ({lease}) must be {_LEASES_IN_A_HORIZON} times shorter than the horizon "
                 f"({webhooks.horizon}), or the first failure could be the last"
             )
-        credentials = Credentials(sender=sender, resolver=resolver, lease=lease)
+        if sender is not None:
+            _check_lease(lease, sender)
         self.webhooks = webhooks
         self.sessionmaker = sessionmaker
         self.concurrency = concurrency
@@ -100,11 +127,13 @@ class WebhookWorker:
         """What the worker waits for while it is away."""
         self.last_success: datetime | None = None
         """When the table was last looked at, by this machine's clock."""
+        self._sender = sender
+        self._resolver = resolver
         self._on_attempt = on_attempt
         self._courier = Courier(
             webhooks,
             sessionmaker,
-            credentials,
+            self._find_sender,
             duration=lease,
             retry=retry,
             outage=outage,
@@ -248,11 +277,38 @@ class WebhookWorker:
                 _log.exception("on_attempt was cancelled from within on webhook %s", attempt.id)
         return attempt
 
+    async def _find_sender(self, scope: str | None) -> WebhookSender:
+        if self._sender is not None:
+            if scope is not None:
+                raise SigningScopeUnknown("this worker's sender takes no signing scope")
+            return self._sender
+        assert self._resolver is not None  # noqa: S101  one of the two is there
+        if scope is None:
+            raise SigningScopeUnknown("this worker's resolver needs a signing scope")
+        sender = await self._resolver(scope)
+        try:
+            _check_lease(self.lease, sender)
+        except ValueError as error:
+            _log.error("the resolver's sender is not used: %s", error)
+            raise
+        return sender
+
+
+_MARGIN = timedelta(seconds=5)
+"""So much longer than the sender's deadline a lease must be."""
 
 _LEASES_IN_A_HORIZON = 24
 
 _MOMENT = 0.01
 """Seconds in which places that become free are given away together."""
+
+
+def _check_lease(lease: timedelta, sender: WebhookSender) -> None:
+    if lease < sender.deadline + _MARGIN:
+        raise ValueError(
+            f"lease ({lease}) must be {_MARGIN} longer than the sender's deadline ({sender.deadline}), "
+            "or an attempt could outlive it"
+        )
 
 
 def _raise_first(ended: Iterable[asyncio.Task[WebhookAttempt]]) -> None:

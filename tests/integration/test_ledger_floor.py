@@ -44,6 +44,14 @@ async def relay_all(outbox: Outbox, sessions: Sessions, publish: RecordingPublis
     return publish.events
 
 
+async def answers(engine: AsyncEngine) -> bool:
+    try:
+        async with engine.connect() as connection:
+            return bool(await connection.scalar(text("SELECT true")))
+    except (DBAPIError, OSError):
+        return False
+
+
 async def test_a_writer_with_a_newer_id_and_an_earlier_place_is_not_passed(
     outbox: Outbox, sessions: Sessions, publish: RecordingPublisher
 ) -> None:
@@ -197,19 +205,36 @@ async def test_it_is_forgotten_when_a_crash_takes_committed_rows_along(publish: 
         with closing(psycopg.connect(server.dsn())) as victim:
             os.kill(victim.info.backend_pid, signal.SIGKILL)
         await engine.dispose(close=False)
-
-        async def is_back() -> bool:
-            try:
-                async with engine.connect() as connection:
-                    return bool(await connection.scalar(text("SELECT true")))
-            except (DBAPIError, OSError):
-                return False
-
-        await until(is_back)
+        await until(lambda: answers(engine))
         publish.batches.clear()
         await emit_and_relay(outbox, sessions, publish, "after")
         await engine.dispose()
     assert "after" in [event.payload for event in publish.events]
+
+
+async def test_a_claim_that_a_crash_of_the_server_takes_along_means_that_its_events_are_claimed_again(
+    publish: RecordingPublisher,
+) -> None:
+    """A claim does not wait for the disk. What was emitted and what is settled does."""
+    durable = {"fsync": "on", "synchronous_commit": "on", "wal_writer_delay": "10s"}
+    with EmbeddedPostgres(durable) as server:
+        outbox, engine = Outbox(MetaData()), create_async_engine(server.url())
+        sessions = async_sessionmaker(engine)
+        async with engine.begin() as connection:
+            await connection.run_sync(outbox.table.metadata.create_all)
+        await emit_and_relay(outbox, sessions, publish, "settled")
+        async with sessions() as session, session.begin():
+            await outbox.emit(session, "t", "claimed")
+        claim = await outbox.ledger.claim(sessions, limit=10, lease=timedelta(hours=1))
+        assert claim is not None
+        with closing(psycopg.connect(server.dsn())) as victim:
+            os.kill(victim.info.backend_pid, signal.SIGKILL)
+        await engine.dispose(close=False)
+        await until(lambda: answers(engine))
+        assert await outbox.ledger.settle(sessions, claim) is False
+        events = await relay_all(outbox, sessions, publish)
+        await engine.dispose()
+    assert [event.payload for event in events] == ["settled", "claimed"]
 
 
 async def test_it_does_not_pass_what_another_relay_gives_back(

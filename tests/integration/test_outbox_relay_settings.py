@@ -157,6 +157,7 @@ async def test_settings_of_a_claim_end_with_its_transaction(
         "enable_seqscan",
         "jit",
         "lock_timeout",
+        "synchronous_commit",
     )
     asked = f"SELECT {', '.join(f'current_setting({name!r})' for name in names)}"
     before = await rows(engine, asked)

@@ -144,8 +144,7 @@ async def test_a_table_that_is_not_there_is_named(engine: AsyncEngine, sessions:
     with pytest.raises(TablesMissing, match="missing_things"):
         await transact(sessions, things, lambda connection: connection.execute(an_insert(things), {"id": 1}))
     with pytest.raises(TablesMissing, match="missing_things"):
-        async with alone(sessions, things) as connection:
-            await connection.execute(an_insert(things), {"id": 1})
+        await alone(sessions, things, lambda connection: connection.execute(an_insert(things), {"id": 1}))
 
 
 # --- our own
@@ -182,14 +181,13 @@ async def test_an_error_in_a_transaction_of_our_own_rolls_it_back_and_goes_on(
 async def test_a_statement_alone_commits_by_itself(
     engine: AsyncEngine, sessions: Sessions, things: Table
 ) -> None:
-    async def work() -> None:
-        async with alone(sessions, things) as connection:
-            await connection.execute(insert(things).values(id=1))
-            assert await rows(engine, "SELECT id FROM things") == [(1,)]
-            raise ZeroDivisionError
+    def work(connection: Connection) -> None:
+        connection.execute(insert(things).values(id=1))
+        assert await_only(rows(engine, "SELECT id FROM things")) == [(1,)]
+        raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        await work()
+        await alone(sessions, things, work)
     assert await rows(engine, "SELECT id FROM things") == [(1,)]
 
 
@@ -200,8 +198,7 @@ async def test_a_connection_goes_back_to_the_pool_as_it_was(
     sessions = async_sessionmaker(engine)
 
     async def select_alone() -> None:
-        async with alone(sessions, things) as connection:
-            await connection.execute(text("SELECT 1"))
+        await alone(sessions, things, lambda connection: connection.execute(text("SELECT 1")))
 
     async def select_in_a_transaction() -> None:
         await transact(sessions, things, lambda connection: connection.execute(text("SELECT 1")))
