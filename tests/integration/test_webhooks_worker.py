@@ -496,6 +496,24 @@ async def test_a_database_that_goes_away_is_waited_for(
         assert len(server.requests) == 2
 
 
+async def test_a_worker_says_that_it_waits_for_the_database_and_when_it_last_looked(
+    webhooks: Webhooks, server: Endpoint, database: Database
+) -> None:
+    async with through_a_wire(database) as (wire, wired):
+        patience = timedelta(milliseconds=300)
+        one = worker(webhooks, wired, server, outage=SOON, database_timeout=patience, poll_interval=patience)
+        assert (one.waits_for, one.last_success) == (None, None)
+        wire.silence()
+        stop, task = await running(one)
+        await until(lambda: one.waits_for == "database")
+        assert one.last_success is None
+        wire.restore()
+        await until(lambda: one.waits_for is None)
+        assert one.last_success is not None
+        stop.set()
+        await task
+
+
 async def test_a_missing_table_ends_the_worker(
     webhooks: Webhooks, sessions: Sessions, server: Endpoint, engine: AsyncEngine
 ) -> None:
