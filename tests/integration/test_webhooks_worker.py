@@ -502,14 +502,11 @@ async def test_a_worker_says_that_it_waits_for_the_database_and_when_it_last_loo
     async with through_a_wire(database) as (wire, wired):
         patience = timedelta(milliseconds=300)
         one = worker(webhooks, wired, server, outage=SOON, database_timeout=patience, poll_interval=patience)
-        assert (one.waits_for, one.last_success) == (None, None)
         wire.silence()
         stop, task = await running(one)
-        await until(lambda: one.waits_for == "database")
-        assert one.last_success is None
+        await until(lambda: (one.waits_for, one.last_success) == ("database", None))
         wire.restore()
-        await until(lambda: one.waits_for is None)
-        assert one.last_success is not None
+        await until(lambda: one.waits_for is None and one.last_success is not None)
         stop.set()
         await task
 
