@@ -25,6 +25,7 @@ from oncely.errors import CancelUnsafe, ClaimLost, PublishFailed
 from oncely.event import Event, NewEvent, Publisher, uuid7
 from oncely.ledger import Claim, Ledger, OnDead
 from oncely.loop import complete
+from oncely.resending import Resending
 from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
 from oncely.stats import OutboxStats, Statistics
@@ -74,6 +75,7 @@ class Outbox:
         tables = {"outbox": self.table, "claims": self.claims}
         self.wakeup = Wakeup(self.table)
         self._dead_letters = DeadLetters(self.table)
+        self._resending = Resending(self.table)
         self._statistics = Statistics(self.table, self.claims, parks=on_dead == "park")
         self._emission = Emission(self.table, max_payload_bytes=max_payload_bytes, observer=self.observer)
         self._claimed = Statement(_CLAIMED, tables, {"id": Uuid})
@@ -301,6 +303,19 @@ class Outbox:
         """Delete dead events: those that match all that is given, or all; returns how many."""
         which = Which(ids=ids, topic=topic, error=error, since=since, until=until, limit=limit)
         return await self._dead_letters.discard(session, which)
+
+    async def republish(
+        self, session: Caller, *, since: datetime, until: datetime | None = None, topic: str | None = None
+    ) -> int:
+        """Send again what was published from `since` on and before `until`; returns how many.
+
+        For when the broker has lost what it had: a restart without persistence, a flush, a failover.
+        The events keep their ids and their places in line, so consumers with an inbox handle only what
+        they have missed, and each key keeps its order with all that has not left yet. Pruned events are
+        gone. All of it is one statement; split what is very large by `until`, oldest first. An event
+        that is to be sent again can be cancelled again.
+        """
+        return await self._resending.republish(session, since=since, until=until, topic=topic)
 
     async def prune(
         self, session: Caller, *, older_than: timedelta | datetime, limit: int | None = None
