@@ -66,7 +66,7 @@ class Group:
         """Up to `count` entries that are due again, whose delivery is not counted yet.
 
         A worker's first calls take over what is pending under its own name, however young: that
-        was an earlier life of it.
+        was an earlier life of it, or an answer that was lost.
         """
         if self._own_from is not None:
             reply = await self._call(TAKE_OVER, self.consumer, count, self._own_from, self.consumer, 0)
@@ -81,6 +81,10 @@ class Group:
     def has_past(self) -> bool:
         """Whether an earlier life of this worker may have left more than was taken over so far."""
         return self._own_from is not None
+
+    def look_back(self) -> None:
+        """The answer to a read was lost: what it held is pending under this worker's name."""
+        self._own_from = "-"
 
     async def begin(self, entry_id: bytes, count: int) -> Begun:
         """Counts a delivery, if the entry is still this worker's."""

@@ -86,7 +86,7 @@ class Worker:
 
     def _looks(self) -> bool:
         """Whether it is time to look for what is due again; a busy worker need not at every turn."""
-        if self._taken or monotonic() >= self._look_at:
+        if self._taken or self._group.has_past or monotonic() >= self._look_at:
             self._look_at = monotonic() + min(0.5, self._retry_after / 4)
             return True
         return False
@@ -99,26 +99,36 @@ class Worker:
         def back(taken: list[Taken]) -> Awaitable[object]:
             return self._group.release(map(_as_it_was, taken))
 
-        return await complete(self._group.take_over(count), patience=_PATIENCE, undo=back)
+        # What failed here is pending under this name as well, and has to wait until it is due.
+        failed = set(self._in_flight.held.heads) if self._group.has_past else ()
+        taken = await complete(self._group.take_over(count), patience=_PATIENCE, undo=back)
+        return [entry for entry in taken if entry.id not in failed]
 
     async def _read(self, count: int) -> list[RawEntry]:
         if count <= 0 or not self._reads():
             return []
-        return await complete(self._group.read(count), patience=_PATIENCE, undo=self._back)
+        return await self._answer(self._group.read(count))
 
     async def _wait(self, count: int, seconds: float) -> list[RawEntry]:
         if seconds <= 0 or not self._reads():
             return []
         longest = self._retry_after / 3 if self._in_flight.held else self._retry_after
-        reading = self._reader.read(count, min(seconds, longest))
-        return await complete(reading, patience=_PATIENCE, undo=self._back)
+        return await self._answer(self._reader.read(count, min(seconds, longest)))
+
+    async def _answer(self, reading: Coroutine[Any, Any, list[RawEntry]]) -> list[RawEntry]:
+        """What was read. When the answer got lost, it is looked for before anything newer is read."""
+        try:
+            return await complete(reading, patience=_PATIENCE, undo=self._back)
+        except Exception:
+            self._group.look_back()
+            raise
 
     def _back(self, raw: list[RawEntry]) -> Awaitable[object]:
         """What was read in the very moment of a cancellation would be pending, and nobody's."""
         return self._group.release((entry_id, 0) for entry_id, _ in raw)
 
     def _reads(self) -> bool:
-        """Whether new entries may be read now: not before what an earlier life of this worker has left."""
+        """Whether new entries may be read now: not before what may be its own already."""
         too_many = self._in_flight.held.waiting >= _MOST_HELD
         return not self.stop.is_set() and not too_many and not self._group.has_past
 

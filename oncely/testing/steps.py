@@ -123,7 +123,8 @@ class Steps:
             self.reached(f"{step}.before")
 
     def _forget(self, connection: Connection) -> None:
-        connection.info.pop(_COMMIT, None)
+        if not connection.invalidated:  # then its info is gone with it
+            connection.info.pop(_COMMIT, None)
 
     def _after_commit(self, driver: Any, record: Any) -> None:
         if (step := record.info.pop(_COMMITTED, None)) is not None and driver is not None:
