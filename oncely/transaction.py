@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, TypeAlias, TypeVar
 
 from sqlalchemy import Connection, CursorResult, Executable, Table
-from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, ProgrammingError
+from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session
@@ -155,8 +155,9 @@ def is_unavailable(error: BaseException) -> bool:
         return True
     if any(code[:2] == "08" or code in _NOT_THERE for code in sqlstates(error)):
         return True
-    # Without a code, the driver itself speaks: a connection that it found closed.
-    return isinstance(error, (InterfaceError, OperationalError)) and not sqlstates(error)
+    # Without a code, the driver itself speaks: a connection that it found closed, or one that was ended
+    # while it was made, over which asyncpg loses its place.
+    return isinstance(error, (InterfaceError, OperationalError, InternalError)) and not sqlstates(error)
 
 
 def is_passing(error: BaseException) -> bool:

@@ -20,6 +20,7 @@ from oncely.streams import StreamConsumer
 from oncely.testing import EmbeddedValkey
 
 __all__ = [
+    "DurableValkey",
     "EmbeddedCluster",
     "EmbeddedRedis",
     "Recorder",
@@ -104,6 +105,14 @@ async def until(what: Callable[[], Awaitable[bool]], timeout: float = 10.0) -> N
     while not await what():
         assert time.monotonic() < deadline, "it did not come true in time"
         await asyncio.sleep(0.005)
+
+
+class DurableValkey(EmbeddedValkey):
+    """A Valkey that has written to its disk whatever it has confirmed."""
+
+    def _command(self) -> list[str]:
+        wish = {"dir": str(self.folder), "appendonly": "yes", "appendfsync": "always"}
+        return [*super()._command(), *(word for name, value in wish.items() for word in (f"--{name}", value))]
 
 
 class EmbeddedRedis(EmbeddedValkey):

@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import asyncpg
 import pytest
 from sqlalchemy import Column, Connection, Integer, MetaData, Table, insert, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, InternalError
 from sqlalchemy.ext.asyncio import (
     AsyncEngine,
     AsyncSession,
@@ -277,6 +278,7 @@ async def test_a_connection_that_was_ended_is_unavailable(
         (ConnectionRefusedError(), True),
         (TimeoutError(), True),
         (OSError(), True),
+        (InternalError("ROLLBACK", {}, asyncpg.InternalClientError("cannot switch to state 15")), True),
         (ValueError("40001"), False),
         (RuntimeError("deadlock detected"), False),
         (KeyError("sqlstate"), False),
