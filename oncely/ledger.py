@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -60,15 +60,26 @@ class Failure:
 
 
 class Ledger:
-    """The claims of one outbox. One per relay process; any number of them work side by side."""
+    """The claims of one outbox. One per relay process; any number of them work side by side.
 
-    def __init__(self, events: Table, claims: Table, *, on_dead: OnDead) -> None:
+    `on_taken_over` is told of how many events a claim has found that a relay did not come back with.
+    """
+
+    def __init__(
+        self,
+        events: Table,
+        claims: Table,
+        *,
+        on_dead: OnDead,
+        on_taken_over: Callable[[int], object] | None = None,
+    ) -> None:
         self._events = events
         self._floor = Floor()
         self._reaper = Reaper(events, claims)
         self._tried_first = False
         # Claims whose commit nobody confirmed: they may have been made, and are given back by the next.
         self._unanswered: set[UUID] = set()
+        self._on_taken_over = on_taken_over
         self._name = f"{socket.gethostname()}:{os.getpid()}"
         tables = {"outbox": events, "claims": claims}
         parked = _PARKED if on_dead == "park" else _NOTHING_PARKED
@@ -107,13 +118,14 @@ class Ledger:
         rows: Sequence[Any] = ()
         keys_used: frozenset[str] = frozenset()
         trust_position = True
+        taken_over = 0
         self._tried_first = not self._tried_first
 
         def choose(connection: Connection) -> None:
-            nonlocal rows, keys_used, trust_position
+            nonlocal rows, keys_used, trust_position, taken_over
             expired, writes, _ = connection.execute(self._lock).one()
             if expired:
-                self._reaper.reap(connection)
+                taken_over = self._reaper.reap(connection)
             if unanswered:
                 connection.execute(self._release, {"tokens": unanswered})
             self._floor = self._floor.fresh(begun)
@@ -141,6 +153,8 @@ class Ledger:
                 self._unanswered.add(token)
             raise
         self._unanswered.difference_update(unanswered)
+        if taken_over and self._on_taken_over is not None:
+            self._on_taken_over(taken_over)
         if len(rows) < 2:
             return None
         facts, *found = rows

@@ -32,7 +32,7 @@ from oncely.stats import OutboxStats, Statistics
 from oncely.tables import outbox_tables
 from oncely.telemetry.batches import tell_claimed, tell_lost, tell_settled, traced
 from oncely.telemetry.observer import Observer, guarded
-from oncely.telemetry.records import OutboxMeasured
+from oncely.telemetry.records import EventsTakenOver, OutboxMeasured
 from oncely.transaction import Caller, Sessionmaker, execute, join, says_what_is_missing
 from oncely.wakeup import Wakeup
 
@@ -71,7 +71,8 @@ class Outbox:
         self.on_dead = on_dead
         self.max_payload_bytes = max_payload_bytes
         self.observer = guarded(observer)
-        self.ledger = Ledger(self.table, self.claims, on_dead=on_dead)
+        on_taken_over = None if self.observer is None else self._tell_taken_over
+        self.ledger = Ledger(self.table, self.claims, on_dead=on_dead, on_taken_over=on_taken_over)
         tables = {"outbox": self.table, "claims": self.claims}
         self.wakeup = Wakeup(self.table)
         self._dead_letters = DeadLetters(self.table)
@@ -345,6 +346,10 @@ class Outbox:
         check_count(at_most, "at_most")
         parameters = cutoff_parameters(older_than) | {"at_most": at_most}
         return int((await execute(session, self.table, self._prunable, parameters)).scalar_one())
+
+    def _tell_taken_over(self, count: int) -> None:
+        if self.observer is not None:
+            self.observer(EventsTakenOver(outbox=self.table.fullname, count=count))
 
 
 def sent(events: Sequence[Event], failed: PublishFailed) -> list[Event]:

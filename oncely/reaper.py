@@ -20,9 +20,9 @@ class Reaper:
     def __init__(self, events: Table, claims: Table) -> None:
         self._reap = Statement(_REAP, {"outbox": events, "claims": claims}, {"limit": Integer})
 
-    def reap(self, connection: Connection) -> None:
-        """End up to twenty of them; what is left is for the next time."""
-        connection.execute(self._reap, {"limit": _REAPED_AT_ONCE})
+    def reap(self, connection: Connection) -> int:
+        """End up to twenty of them; what is left is for the next time. How many events are tried again."""
+        return connection.execute(self._reap, {"limit": _REAPED_AT_ONCE}).rowcount
 
 
 _REAPED_AT_ONCE = 20

@@ -24,6 +24,7 @@ called `oncely.outbox.lag` where Prometheus says `oncely_outbox_lag_seconds`, an
 | `EventFailed` | outbox, topic, error, attempt, retry_in | `oncely_events_failed_total{outbox, topic, error}` | |
 | `EventDied` | outbox, topic, error, attempts | `oncely_events_died_total{outbox, topic, error}` | |
 | `ClaimLost` | outbox, events | `oncely_claims_lost_total{outbox}` | |
+| `EventsTakenOver` | outbox, count | `oncely_events_taken_over_total{outbox}` | |
 | `Outage` | service, name, waits_for, error, retry_in | `oncely_outages_total{service, name, waits_for}` | |
 | `MessageHandled` | stream, group, topic, result, attempt, error, duration | `oncely_messages_handled_total{stream, group, topic, result}` | `process <topic>` |
 | | | `oncely_message_duration_seconds{stream, group, topic}` | |
@@ -63,6 +64,7 @@ from oncely.telemetry.records import (
     EventFailed,
     EventsEmitted,
     EventsPublished,
+    EventsTakenOver,
     MessageHandled,
     MessageReceived,
     MessagesTakenOver,
@@ -87,6 +89,7 @@ __all__ = [
     "EventFailed",
     "EventsEmitted",
     "EventsPublished",
+    "EventsTakenOver",
     "Gauges",
     "MessageHandled",
     "MessageReceived",

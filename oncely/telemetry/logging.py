@@ -17,6 +17,7 @@ from oncely.telemetry.records import (
     ClaimLost,
     EventDied,
     EventFailed,
+    EventsTakenOver,
     MessageHandled,
     Outage,
     OutboxMeasured,
@@ -57,7 +58,7 @@ def _level(record: Record) -> int:
             return logging.ERROR
         case WebhookAttempted(outcome="rejected" | "expired" | "quarantined"):
             return logging.ERROR
-        case EventFailed() | ClaimLost() | Outage() | MessageHandled(result="retry"):
+        case EventFailed() | ClaimLost() | EventsTakenOver() | Outage() | MessageHandled(result="retry"):
             return logging.WARNING
         case WebhookAttempted(outcome="retry" | "lost"):
             return logging.WARNING

@@ -2,7 +2,8 @@
 
 A record is told when it is true. What happens in the caller's transaction is told after that transaction
 was committed, and never when it was rolled back; on a bare AsyncConnection, which says nothing of its
-commits, it is told at the statement. What oncely commits itself is told after its commit.
+commits, it is told at the statement. A session that joins a transaction which somebody else has begun on its
+connection commits as far as it knows. What oncely commits itself is told after its commit.
 
 No record holds a payload, a key, a header's value, an address or the message of an error: only names of
 tables, streams, groups, topics and classes, counts and durations. `topic`, `type` and `consumer` are the
@@ -25,6 +26,7 @@ __all__ = [
     "EventFailed",
     "EventsEmitted",
     "EventsPublished",
+    "EventsTakenOver",
     "MessageHandled",
     "MessageReceived",
     "MessagesTakenOver",
@@ -131,6 +133,14 @@ class ClaimLost:
 
     outbox: str
     events: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventsTakenOver:
+    """A relay did not come back with so many events, by the end of its lease: they are tried again, alone."""
+
+    outbox: str
+    count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +293,7 @@ Record: TypeAlias = (
     | EventFailed
     | EventDied
     | ClaimLost
+    | EventsTakenOver
     | Outage
     | MessageHandled
     | MessagesTakenOver

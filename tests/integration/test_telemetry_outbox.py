@@ -22,10 +22,11 @@ from oncely.telemetry import (
     EventFailed,
     EventsEmitted,
     EventsPublished,
+    EventsTakenOver,
     Outage,
 )
 from oncely.testing import RecordingPublisher
-from tests.outboxes import Sessions, emit, execute, sent_sql
+from tests.outboxes import Sessions, claim, emit, execute, expire_claims, sent_sql
 from tests.telemetry import Recorder, records_made
 
 pytestmark = pytest.mark.in_schema
@@ -180,6 +181,22 @@ async def test_an_event_whose_relays_all_died_is_told_with_the_claims_that_expir
         claimed(1),
         EventDied(outbox="outbox", topic="t", error="ClaimExpired", attempts=3),
         settled(dead=1),
+    ]
+
+
+async def test_events_of_a_relay_that_did_not_come_back_are_told(
+    outbox: Outbox, sessions: Sessions, engine: AsyncEngine, observer: Recorder, publish: RecordingPublisher
+) -> None:
+    await emit(outbox, sessions, 1, 2)
+    await claim(outbox, sessions)
+    await expire_claims(engine)
+    observer.records.clear()
+    await Relay(outbox, sessions, publish).run_once()
+    assert observer.timeless == [
+        EventsTakenOver(outbox="outbox", count=2),
+        claimed(1),
+        EventsPublished(outbox="outbox", topic="t", count=1),
+        settled(published=1),
     ]
 
 
