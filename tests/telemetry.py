@@ -11,6 +11,8 @@ import pytest
 
 from oncely.telemetry import Record
 from oncely.telemetry.metrics import METRICS, SPANS
+from oncely.testing import RecordingObserver
+from oncely.testing.observer import SAMPLES
 
 __all__ = ["RECORDS", "Recorder", "a_record", "records_made", "table", "without_times"]
 
@@ -18,18 +20,8 @@ RECORDS: tuple[type, ...] = get_args(Record)
 """Every class of record there is."""
 
 
-class Recorder:
-    """Keeps the records, in order."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def __call__(self, record: Record) -> None:
-        self.records.append(record)
-
-    def of(self, *kinds: type) -> list[Record]:
-        """Those of these classes, without their times."""
-        return [without_times(record) for record in self.records if isinstance(record, kinds)]
+class Recorder(RecordingObserver):
+    """Keeps the records, in order, and shows them without their times."""
 
     @property
     def timeless(self) -> list[Record]:
@@ -52,15 +44,9 @@ def table() -> str:
 
 
 def a_record(kind: type) -> Any:
-    """A record of this class, with a value of the right type in each field."""
-    values = {
-        field.name: _VALUES.get(str(field.type), field.name)  # texts and outcomes are named as their field
-        for field in fields(kind)
-    }
-    return kind(**values)
-
-
-_VALUES = {"int": 3, "timedelta": timedelta(seconds=0.2), "bool": True}
+    """A record of this class."""
+    [sample] = [sample for sample in SAMPLES if isinstance(sample, kind)]
+    return sample
 
 
 def records_made(monkeypatch: pytest.MonkeyPatch) -> list[str]:

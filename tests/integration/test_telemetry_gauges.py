@@ -16,6 +16,7 @@ from oncely.backoff import Backoff
 from oncely.streams import StreamConsumer, stream_publisher
 from oncely.telemetry import Gauges, Outage, OutboxMeasured, StreamMeasured, WebhooksMeasured
 from oncely.webhooks import Webhooks
+from oncely.worker import Service, Worker
 from tests import webhooks as hooks
 from tests.outboxes import Sessions, emit, fail, sent_sql
 from tests.streams import events
@@ -133,6 +134,12 @@ async def test_it_looks_again_after_its_interval_and_stops_at_once(
 async def test_a_missing_table_ends_it(sessions: Sessions, observer: Recorder) -> None:
     with pytest.raises(TablesMissing):
         await Gauges(observer, sessions, Outbox(MetaData())).run()
+
+
+def test_it_is_a_service_for_a_worker(sessions: Sessions, observer: Recorder) -> None:
+    gauges = Gauges(observer, sessions, Outbox(MetaData()))
+    assert isinstance(gauges, Service)
+    assert [service.name for service in Worker(gauges).services] == ["Gauges"]
 
 
 def test_what_makes_no_sense_is_refused(observer: Recorder) -> None:

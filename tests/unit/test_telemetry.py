@@ -7,7 +7,7 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
 from prometheus_client import CollectorRegistry
 from sqlalchemy import MetaData
 
@@ -28,6 +29,7 @@ from oncely.telemetry.metrics import METRICS
 from oncely.telemetry.observer import guarded
 from oncely.telemetry.opentelemetry import OpenTelemetryObserver
 from oncely.telemetry.prometheus import PrometheusObserver
+from oncely.testing import OBSERVER_CHECKS, RecordingObserver
 from tests.telemetry import RECORDS, Recorder, a_record, table
 
 README = Path(__file__).parents[2] / "README.md"
@@ -246,3 +248,80 @@ def test_what_is_no_observer_is_refused() -> None:
     for wrong in (awaited, Awaited(), "observer"):
         with pytest.raises(TypeError):
             Outbox(MetaData(), observer=wrong)  # type: ignore[arg-type]  # that is the point
+
+
+OBSERVERS: dict[str, Callable[[], Observer]] = {
+    "prometheus": lambda: PrometheusObserver(CollectorRegistry()),
+    "opentelemetry": lambda: OpenTelemetryObserver(
+        meter_provider=MeterProvider(), tracer_provider=TracerProvider()
+    ),
+    "opentelemetry without an SDK": OpenTelemetryObserver,
+    "logging": LoggingObserver,
+    "recording": RecordingObserver,
+    "several": lambda: observers(
+        RecordingObserver(), OpenTelemetryObserver(tracer_provider=TracerProvider())
+    ),
+}
+
+
+@pytest.mark.parametrize("check", OBSERVER_CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_the_observers_of_oncely_conform(name: str, check: Callable[[Observer], None]) -> None:
+    check(OBSERVERS[name]())
+
+
+def test_an_observer_that_does_not_conform_is_found() -> None:
+    def particular(record: Record) -> None:
+        if not isinstance(record, EventDied):
+            raise LookupError  # noqa: TRY004  it stands for any error
+
+    def known_alone(record: Record) -> None:
+        if type(record) not in RECORDS:
+            raise LookupError
+
+    class Odd(Broken):
+        def __call__(self, record: Record) -> None:
+            pass
+
+        def headers(self) -> Mapping[str, str]:
+            return {"traceparent": "\0"}
+
+        @contextmanager
+        def handling(self, stream: str, group: str, event: Event, /) -> Iterator[None]:
+            with suppress(LookupError):
+                yield
+
+        @contextmanager
+        def publishing(self, outbox: str, events: Sequence[Event], /) -> Iterator[None]:
+            yield
+
+    wrong: tuple[Observer, ...] = (particular, known_alone, Odd())
+    failed = {
+        getattr(observer, "__name__", "Odd"): list(filter(None, map(failure_of(observer), OBSERVER_CHECKS)))
+        for observer in wrong
+    }
+    assert failed == {
+        "particular": ["takes_every_record", "takes_a_record_that_it_does_not_know"],
+        "known_alone": ["takes_a_record_that_it_does_not_know"],
+        "Odd": ["writes_headers_that_can_be_stored", "lets_errors_pass"],
+    }
+
+
+def test_an_observer_that_is_async_is_found() -> None:
+    async def awaited(record: Record) -> None:
+        pass
+
+    [check, *_] = OBSERVER_CHECKS
+    with pytest.raises(AssertionError, match="must not be async"):
+        check(awaited)
+
+
+def failure_of(observer: Observer) -> Callable[[Callable[[Observer], None]], str | None]:
+    def name(check: Callable[[Observer], None]) -> str | None:
+        try:
+            check(observer)
+        except AssertionError:
+            return check.__name__
+        return None
+
+    return name
