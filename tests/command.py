@@ -7,10 +7,18 @@ assert (ran.exit_code, ran.json) == (0, …)
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import json
+import os
+import pty
+import re
+import struct
+import subprocess
 import sys
+import termios
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from redis.asyncio import Redis
-from sqlalchemy import MetaData
+from sqlalchemy import MetaData, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 from typer.testing import CliRunner
 
@@ -29,7 +37,7 @@ from tests.database import Database
 from tests.outboxes import Sessions
 from tests.webhooks import KEY
 
-__all__ = ["Ran", "Shop", "oncely", "shop"]
+__all__ = ["Ran", "Shop", "in_terminal", "oncely", "place", "shop"]
 
 _MODULE = """
 from datetime import timedelta
@@ -117,6 +125,36 @@ async def oncely(*words: str, env: Mapping[str, str] | None = None, answer: str 
         CliRunner().invoke, app, list(words), input=answer, env=quiet | dict(env or {}), prog_name="oncely"
     )
     return Ran(result.exit_code, result.stdout, result.stderr)
+
+
+def place(database: Database) -> list[str]:
+    """Options that lead to the database as a person would write them: without a driver."""
+    url = make_url(database.url).set(drivername="postgresql").render_as_string(hide_password=False)
+    return ["--database-url", url, *(["--schema", database.schema] if database.schema else [])]
+
+
+async def in_terminal(*words: str, answer: str = "", columns: int = 80) -> Ran:
+    """Run the command as a process on a terminal of its own; `answer` is typed. All it says is stdout, in one colour."""
+    return await asyncio.to_thread(_in_terminal, words, answer, columns)
+
+
+def _in_terminal(words: Sequence[str], answer: str, columns: int) -> Ran:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ONCELY_")}
+    environment |= {"TERM": "xterm"}
+    environment.pop("COLUMNS", None)
+    command = [sys.executable, "-m", "oncely.cli", *words]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        os.write(ours, answer.encode())
+        said = b""
+        with contextlib.suppress(OSError):  # how the end of a terminal reads on Linux
+            while part := os.read(ours, 65_536):
+                said += part
+    os.close(ours)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", said.decode())
+    return Ran(process.returncode, plain.replace("\r\n", "\n"), "")
 
 
 @asynccontextmanager

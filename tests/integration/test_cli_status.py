@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely.event import uuid7
 from oncely.streams import stream_publisher
-from tests.command import Shop, oncely
+from tests.command import Shop, oncely, place
 from tests.database import Database
 from tests.outboxes import emit, execute, fail
 from tests.streams import deliver, events
@@ -136,12 +135,6 @@ async def test_the_same_is_found_in_a_database_by_the_columns_of_its_tables(
     assert facts(ran.json, shop) == EVERYTHING | {"streams": []}
     ran = await oncely("status", "--json", "--redis-url", redis_url, "--stream", shop.stream)
     assert facts(ran.json, shop)["streams"] == EVERYTHING["streams"]
-
-
-def place(database: Database) -> list[str]:
-    """Options that lead to the database as a person would write them: without a driver."""
-    url = make_url(database.url).set(drivername="postgresql").render_as_string(hide_password=False)
-    return ["--database-url", url, *(["--schema", database.schema] if database.schema else [])]
 
 
 def tables(shop: Shop) -> list[str]:
