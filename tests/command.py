@@ -134,7 +134,7 @@ def place(database: Database) -> list[str]:
 
 
 async def in_terminal(*words: str, answer: str = "", columns: int = 80) -> Ran:
-    """Run the command as a process on a terminal; `answer` is typed. All it says is stdout, without colours."""
+    """Run the command as a process on a terminal; `answer` is typed. All it says is stdout, uncoloured."""
     return await asyncio.to_thread(_in_terminal, words, answer, columns)
 
 
