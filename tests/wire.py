@@ -67,6 +67,10 @@ class Wire:
         for line in list(self._lines):
             line.cut()
 
+    def lead_to(self, target: Path) -> None:
+        """New connections reach another server; those that are there stay where they are."""
+        self._target = target
+
     def silence(self) -> None:
         """From now on nothing gets through, on connections that are there and on new ones."""
         self._silent = True

@@ -16,9 +16,11 @@ from typing import Any, TypeAlias
 
 from redis.asyncio import Redis, RedisCluster
 from redis.client import NEVER_DECODE
-from redis.exceptions import ConnectionError, NoScriptError  # noqa: A004  Redis's own, no OSError
+from redis.exceptions import ConnectionError, NoScriptError, ResponseError  # noqa: A004  Redis's own, no OSError
 
-__all__ = ["Client", "Script", "execute"]
+from oncely.streams.faults import is_demoted
+
+__all__ = ["Client", "Script", "execute", "leave_demoted"]
 
 Client: TypeAlias = "Redis | RedisCluster"
 
@@ -66,10 +68,24 @@ async def execute(redis: Client, command: str, *words: str | bytes | int) -> Any
                 if task is not None and task.cancelling() > cancelled_before:
                     raise asyncio.CancelledError
                 return reply
+            except ResponseError as error:
+                if is_demoted(str(error)):
+                    await leave_demoted(redis)
+                raise
             except ConnectionError:
                 if _is_free(redis) or monotonic() >= patience:
                     raise
         await asyncio.sleep(_POOL_PAUSE)
+
+
+async def leave_demoted(redis: Client) -> None:
+    """Closes the idle connections of a client whose server is a replica now.
+
+    After a failover its name leads to another server, which only new connections find. (A client
+    of a cluster or a sentinel finds out by itself, and loses nothing by this.)
+    """
+    if isinstance(redis, Redis):
+        await redis.connection_pool.disconnect(inuse_connections=False)
 
 
 def _is_free(redis: Client) -> bool:

@@ -18,7 +18,7 @@ from redis.exceptions import (
     TimeoutError,  # noqa: A004  Redis's own, no OSError
 )
 
-__all__ = ["BROKER_ERRORS", "code_word", "is_lost_group", "is_outage"]
+__all__ = ["BROKER_ERRORS", "code_word", "is_demoted", "is_lost_group", "is_outage"]
 
 BROKER_ERRORS = (RedisError, RedisClusterException, OSError)
 """All that a command can raise for Redis's sake."""
@@ -51,6 +51,11 @@ def is_outage(error: BaseException) -> bool:
     if isinstance(error, _AWAY):
         return True
     return isinstance(error, ResponseError) and code_word(str(error)) in _AWAY_WORDS
+
+
+def is_demoted(text: str) -> bool:
+    """Whether the server says that it is a replica: it was the master before, or nobody would write to it."""
+    return code_word(text) in ("READONLY", "MASTERDOWN")
 
 
 def is_lost_group(error: ResponseError) -> bool:

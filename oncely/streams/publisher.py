@@ -22,8 +22,8 @@ from redis.exceptions import ResponseError
 
 from oncely.errors import PublisherUnavailable, PublishFailed
 from oncely.event import Event, Publisher
-from oncely.streams.client import Client, Script
-from oncely.streams.faults import BROKER_ERRORS, code_word
+from oncely.streams.client import Client, Script, leave_demoted
+from oncely.streams.faults import BROKER_ERRORS, code_word, is_demoted
 from oncely.streams.wire import encode
 
 __all__ = ["stream_publisher"]
@@ -58,6 +58,8 @@ def stream_publisher(redis: Client, stream: str, *, maxlen: int | None = None) -
             batch.sent(added)
             if refusal is not None:
                 text = refusal.decode(errors="replace")
+                if is_demoted(text):
+                    await leave_demoted(redis)
                 # Before Redis 7, what was refused before it ran begins with its place in the script.
                 if code_word(text) != "ERR" or text.startswith("@user_script"):
                     raise batch.interrupted(text)

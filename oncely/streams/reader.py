@@ -42,6 +42,7 @@ class Reader:
                 reply = await self._read(self._group.redis, count, seconds)
         except ResponseError as error:
             if not is_lost_group(error):
+                await self.close()  # after a failover the name leads elsewhere
                 raise
             return []  # the next take finds that out, too, and makes the group
         except BaseException:

@@ -21,10 +21,12 @@ from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from oncely.backoff import Backoff
+from oncely.errors import PublisherUnavailable
 from oncely.event import Event, uuid7
 from oncely.streams import StreamConsumer, stream_publisher
 from oncely.testing import EmbeddedValkey
 from tests.streams import Recorder, deliver, events, ids, pending, until
+from tests.wire import Wire
 
 QUICK = Backoff(first=timedelta(milliseconds=10), maximum=timedelta(milliseconds=50))
 
@@ -171,6 +173,27 @@ async def test_a_server_that_takes_no_writes_is_waited_out(
             await redis.execute_command(*accept.split())  # type: ignore[no-untyped-call]  # redis-py's
             await until(lambda: has(handler, 2))
         assert handler.attempts == [("a", 2), ("b", 2)]
+
+
+async def test_a_failover_that_moves_the_servers_name_is_followed(
+    own_server: EmbeddedValkey, own_valkey: EmbeddedValkey
+) -> None:
+    """Connections to the old master stay open: it answers on them that it is a replica now."""
+    async with Wire.to_socket(own_server.socket_path) as wire, Redis.from_url(wire.url) as redis:
+        handler = Recorder()
+        consumer = StreamConsumer(redis, stream="orders", outage=QUICK)
+        consumer.subscribe("*", handler)
+        publish = stream_publisher(redis, "orders")
+        await publish(events("a"))
+        async with running(consumer), Redis.from_url(own_server.url) as admin:
+            await until(lambda: has(handler, 1))
+            await admin.execute_command("REPLICAOF", "127.0.0.1", "1")  # type: ignore[no-untyped-call]  # redis-py's
+            wire.lead_to(own_valkey.socket_path)
+            with pytest.raises(PublisherUnavailable, match="READONLY"):
+                await publish(events("b"))
+            await publish(events("c"))
+            await until(lambda: has(handler, 2))
+        assert handler.handled == ["a", "c"]
 
 
 async def test_acknowledgements_outlast_an_outage(own_valkey: EmbeddedValkey) -> None:
