@@ -44,33 +44,33 @@ async def run_loop(
     lasts; every other exception ends the loop.
     """
     stop = stop if stop is not None else asyncio.Event()
+    stopping = asyncio.ensure_future(stop.wait())
     failures = 0
-    while not stop.is_set():
-        try:
-            more = await _until_stopped(tick(), stop, grace)
-        except Exception as error:
-            if not is_outage(error):
-                raise
-            failures += 1
-            delay = backoff.delay(failures)
-            on_outage(error, delay)
-            await wait_for_either(asyncio.sleep(delay.total_seconds()), stop)
-        else:
-            failures = 0
-            if not more:
-                await wait_for_either(idle(), stop)
+    try:
+        while not stop.is_set():
+            try:
+                more = await _until_stopped(tick(), stopping, grace)
+            except Exception as error:
+                if not is_outage(error):
+                    raise
+                failures += 1
+                delay = backoff.delay(failures)
+                on_outage(error, delay)
+                await _wait_for_either(asyncio.sleep(delay.total_seconds()), stopping)
+            else:
+                failures = 0
+                if not more:
+                    await _wait_for_either(idle(), stopping)
+    finally:
+        await _end(stopping)
 
 
 async def wait_for_either(waiting: Coroutine[Any, Any, object], stop: asyncio.Event) -> None:
     """Returns when `waiting` has ended or `stop` is set, whichever is first. Errors go on."""
-    task = asyncio.ensure_future(waiting)
     stopping = asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
+        await _wait_for_either(waiting, stopping)
     finally:
-        await _end(task)
         await _end(stopping)
 
 
@@ -138,10 +138,21 @@ def is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def _until_stopped(work: Coroutine[Any, Any, bool], stop: asyncio.Event, grace: timedelta) -> bool:
+async def _wait_for_either(waiting: Coroutine[Any, Any, object], stopping: asyncio.Future[Any]) -> None:
+    task: asyncio.Future[Any] = asyncio.ensure_future(waiting)
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        await _end(task)
+
+
+async def _until_stopped(
+    work: Coroutine[Any, Any, bool], stopping: asyncio.Future[Any], grace: timedelta
+) -> bool:
     """The result of `work`; it is cancelled when it still runs `grace` after the stop."""
-    task = asyncio.ensure_future(work)
-    stopping = asyncio.ensure_future(stop.wait())
+    task: asyncio.Future[bool] = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -155,8 +166,6 @@ async def _until_stopped(work: Coroutine[Any, Any, bool], stop: asyncio.Event, g
     except asyncio.CancelledError:
         await _end(task, grace)
         raise
-    finally:
-        await _end(stopping)
 
 
 async def _end(task: asyncio.Future[Any], patience: timedelta | None = None) -> None:

@@ -214,10 +214,17 @@ class Relay:
         """Until a commit wakes us, a window after that, or the next poll."""
         now = time.monotonic()
         until = min([now + self.poll_interval.total_seconds(), *self._look_again[:1]])
-        try:
-            await asyncio.wait_for(self._woken.wait(), max(0.0, until - now))
-        except TimeoutError:
+
+        def look() -> None:
             self._look_again = [moment for moment in self._look_again if moment > until]
+            self._woken.set()
+
+        # Not wait_for: the task it makes would stand between a commit and its events.
+        timer = asyncio.get_running_loop().call_later(until - now, look)
+        try:
+            await self._woken.wait()
+        finally:
+            timer.cancel()
         self._woken.clear()
 
     def _wake(self) -> None:
