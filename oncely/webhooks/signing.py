@@ -105,7 +105,7 @@ class HttpSignatures:
             key_resolver=MappingKeyResolver(public_keys={}, private_keys={key_id: private_key}),
         )
         # An id or tag that cannot be written is found out now, instead of at every message.
-        self.sign(Message(UUID(int=0), datetime.now(UTC), "https://oncely.invalid/", (), b""))
+        HttpSignatures.sign(self, Message(UUID(int=0), datetime.now(UTC), "https://oncely.invalid/", (), b""))
 
     def sign(self, message: Message) -> list[tuple[str, str]]:
         """`webhook-id`, `webhook-timestamp`, `Content-Digest`, `Signature-Input` and `Signature`."""
