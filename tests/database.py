@@ -32,6 +32,7 @@ class Database:
         given = make_url(url)
         admin_url = given.set(drivername="postgresql").render_as_string(hide_password=False)
         with psycopg.connect(admin_url, autocommit=True) as admin:
+            admin.execute("SET lock_timeout = '20s'")  # a test that failed may have left a transaction open
             admin.execute(f"DROP SCHEMA IF EXISTS {_SCHEMA} CASCADE")
             admin.execute(f"CREATE SCHEMA {_SCHEMA}")
             try:
