@@ -23,6 +23,7 @@ check: .venv/installed
 	$(BIN)/mypy
 
 bench: .venv/installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[bench]'
 	$(BIN)/python -m tests.benchmarks $(ONLY)
 
 .venv/installed: pyproject.toml

@@ -25,7 +25,18 @@ import asyncpg
 from tests.benchmarks.adapters.adapter import Answer
 from tests.benchmarks.ratio import Absent, Ratio, Servers
 
-__all__ = ["PEERS", "UNMEASURED", "Peer", "measure"]
+__all__ = [
+    "BARE",
+    "OURS",
+    "PEERS",
+    "UNMEASURED",
+    "Contestant",
+    "Impossible",
+    "Peer",
+    "measure",
+    "running",
+    "why",
+]
 
 EVENTS = 10_000
 EMITS = 500
@@ -90,14 +101,16 @@ UNMEASURED = (
 
 async def measure(servers: Servers) -> list[Ratio | Absent]:
     async with contextlib.AsyncExitStack() as stack:
-        contestants: list[_Contestant] = []
+        contestants: list[Contestant] = []
         absent = list(UNMEASURED)
         for peer in (OURS, BARE, *PEERS):
             try:
                 python = await asyncio.to_thread(_environment, peer)
-                contestants.append(await stack.enter_async_context(_running(peer, python, servers)))
-            except _Impossible as reason:
-                absent.append(Absent(peer.name, str(reason)))
+                contestants.append(await stack.enter_async_context(running(peer, python, servers)))
+            except Impossible as reason:
+                if peer not in PEERS:
+                    raise
+                absent.append(Absent(peer.name, str(reason).strip().splitlines()[-1]))
         for number in range(ROUNDS + 1):
             # Who goes first changes, so that a drift of the machine's speed favours nobody.
             for contestant in (
@@ -116,7 +129,7 @@ async def measure(servers: Servers) -> list[Ratio | Absent]:
     ]
 
 
-def _drains(ours: _Contestant, other: _Contestant) -> Ratio:
+def _drains(ours: Contestant, other: Contestant) -> Ratio:
     peer, note = other.peer, other.peer.differs
     if peer.events != EVENTS:
         note += f"; {peer.events:,} events a round"
@@ -129,7 +142,7 @@ def _drains(ours: _Contestant, other: _Contestant) -> Ratio:
     )
 
 
-def _emits(ours: _Contestant, other: _Contestant) -> Ratio:
+def _emits(ours: Contestant, other: Contestant) -> Ratio:
     return Ratio.of(
         f"a transaction with one emit / {other.peer.name}",
         list(zip(ours.emitted, other.emitted, strict=True)),
@@ -138,7 +151,7 @@ def _emits(ours: _Contestant, other: _Contestant) -> Ratio:
     )
 
 
-class _Impossible(Exception):
+class Impossible(Exception):
     """Why a contestant does not take part."""
 
 
@@ -154,19 +167,19 @@ def _environment(peer: Peer) -> Path:
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *peer.needs]
         result = subprocess.run(pip, capture_output=True, text=True, check=False)
         if result.returncode:
-            raise _Impossible(_why(result.stderr))
+            raise Impossible(why(result.stderr))
         installed.write_text(needs)
     return python.absolute()
 
 
-def _why(error: str) -> str:
+def why(error: str) -> str:
     if versions := re.findall(r"Requires-Python (\S+)", error):
         return f"needs Python {versions[-1].rstrip(';,')}"
     return "cannot be installed: " + (error.strip() or "pip failed").splitlines()[-1]
 
 
 @contextlib.asynccontextmanager
-async def _running(peer: Peer, python: Path, servers: Servers) -> AsyncIterator[_Contestant]:
+async def running(peer: Peer, python: Path, servers: Servers) -> AsyncIterator[Contestant]:
     database = f"bench_{peer.adapter}"
     connection = await asyncpg.connect(servers.postgres.dsn())
     await connection.execute(f"DROP DATABASE IF EXISTS {database} WITH (FORCE)")
@@ -182,7 +195,7 @@ async def _running(peer: Peer, python: Path, servers: Servers) -> AsyncIterator[
             stdout=subprocess.PIPE,
             stderr=errors,
         )
-        contestant = _Contestant(peer, process, errors)
+        contestant = Contestant(peer, process, errors)
         try:
             await contestant.line()
             yield contestant
@@ -192,7 +205,7 @@ async def _running(peer: Peer, python: Path, servers: Servers) -> AsyncIterator[
             await process.wait()
 
 
-class _Contestant:
+class Contestant:
     """A peer's process. Rates are events a second."""
 
     def __init__(self, peer: Peer, process: asyncio.subprocess.Process, errors: IO[bytes]) -> None:
@@ -217,5 +230,5 @@ class _Contestant:
             line = await self.process.stdout.readline()
         if not line:
             self.errors.seek(0)
-            raise _Impossible(f"{self.peer.name} ended: {self.errors.read().decode()[-2000:]}")
+            raise Impossible(f"{self.peer.name} ended: {self.errors.read().decode()[-2000:]}")
         return line

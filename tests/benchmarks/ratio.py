@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from oncely.testing import EmbeddedPostgres, EmbeddedValkey
 
-__all__ = ["Absent", "Ratio", "Servers", "at_once", "compare"]
+__all__ = ["Absent", "Curve", "Ratio", "Servers", "at_once", "compare", "rate"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,15 @@ class Absent:
     reason: str
 
 
+@dataclass(frozen=True)
+class Curve:
+    """How a rate grows: for each line its name, and for each place on the axis the rates of its rounds."""
+
+    title: str
+    axis: str
+    lines: dict[str, dict[int, tuple[float, ...]]]
+
+
 async def compare(
     name: str,
     *,
@@ -94,12 +103,23 @@ async def compare(
     for round_number in range(rounds + 1):
         # Who goes first alternates, so that a drift of the machine's speed favours nobody.
         if round_number % 2:
-            first, second = await _rate(ours), await _rate(bare)
+            first, second = await rate(ours), await rate(bare)
         else:
-            second, first = await _rate(bare), await _rate(ours)
+            second, first = await rate(bare), await rate(ours)
         if round_number:
             rates.append((first, second))
     return Ratio.of(name, rates, limit=limit)
+
+
+async def rate(work: Callable[[], Awaitable[int]]) -> float:
+    """Operations a second of one round."""
+    prepare = getattr(work, "prepare", None)
+    if prepare is not None:
+        await prepare()
+    gc.collect()
+    begin = time.perf_counter()
+    done = await work()
+    return done / (time.perf_counter() - begin)
 
 
 async def at_once(request: Callable[[], Awaitable[None]], callers: int, times: int) -> int:
@@ -111,13 +131,3 @@ async def at_once(request: Callable[[], Awaitable[None]], callers: int, times: i
 
     await asyncio.gather(*(caller() for _ in range(callers)))
     return callers * times
-
-
-async def _rate(work: Callable[[], Awaitable[int]]) -> float:
-    prepare = getattr(work, "prepare", None)
-    if prepare is not None:
-        await prepare()
-    gc.collect()
-    begin = time.perf_counter()
-    done = await work()
-    return done / (time.perf_counter() - begin)

@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 from oncely import Event, NewEvent, Outbox, Relay
 from tests.benchmarks.adapters.adapter import CALLERS, INSERT_ORDER, ORDERS, PAYLOAD, Adapter, at_once, serve
 
-BATCH = 1_000
+BATCH = 2_000
 
 
 class Oncely(Adapter):
