@@ -214,14 +214,19 @@ def _letter(letter_id: bytes, fields: Fields) -> DeadLetter | None:
     letter = parse(fields)
     if letter is None:
         return None
+    try:
+        attempts = int(letter.attempts)
+        dead_at = datetime.fromtimestamp(int(letter.dead_at) / 1000, UTC)
+    except (ValueError, OverflowError):
+        return None  # no consumer of ours wrote it
     return DeadLetter(
         id=letter_id.decode(),
         event=_event(letter),
         error=letter.error,
-        attempts=int(letter.attempts),
+        attempts=attempts,
         group=letter.group,
         entry=letter.entry,
-        dead_at=datetime.fromtimestamp(int(letter.dead_at) / 1000, UTC),
+        dead_at=dead_at,
         fields=letter.fields,
     )
 

@@ -321,9 +321,21 @@ async def test_dead_letters_are_discarded(redis: Redis, stream: str) -> None:
     assert await letters.list() == []
 
 
-async def test_what_is_no_dead_letter_is_left_alone(redis: Redis, stream: str) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hello": "world"},
+        {"error": "x", "attempts": "many", "group": "g", "entry": "1-0", "dead_at": "1"},
+        {"error": "x", "attempts": "1", "group": "g", "entry": "1-0", "dead_at": "soon"},
+        {"error": "x", "attempts": "1", "group": "g", "entry": "1-0", "dead_at": "9" * 17},
+        {"error": "x", "attempts": "1", "group": "g", "entry": "1-0", "dead_at": "9" * 30},
+    ],
+)
+async def test_what_is_no_dead_letter_is_left_alone(
+    redis: Redis, stream: str, fields: dict[str, str]
+) -> None:
     letters = DeadLetters(redis, stream=stream)
-    await redis.xadd(letters.dead_letter_stream, {"hello": "world"})
+    await redis.xadd(letters.dead_letter_stream, fields)  # type: ignore[arg-type]  # of str is a dict too
     assert await letters.list() == []
     assert await letters.replay() == 0
     assert await letters.discard() == 0
