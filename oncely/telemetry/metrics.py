@@ -7,9 +7,11 @@ gives them, too, so dashboards and alerts do not depend on the way.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from operator import attrgetter
+from typing import Literal, TypeVar
 
 from oncely.telemetry.records import (
     BatchClaimed,
@@ -37,6 +39,8 @@ from oncely.telemetry.records import (
 )
 
 __all__ = ["METRICS", "SPANS", "Metric"]
+
+_T = TypeVar("_T")
 
 _FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Seconds that a few statements take, and waiting for another request."""
@@ -73,15 +77,32 @@ class Metric:
         """What the record adds, or says."""
         if self.value is None:
             return 1
-        value = getattr(record, self.value)
-        return value.total_seconds() if isinstance(value, timedelta) else float(value)
+        value: int | timedelta = getattr(record, self.value)
+        return value if isinstance(value, int) else value.total_seconds()
 
-    def label_values(self, record: Record, names: tuple[str, ...]) -> list[str]:
-        """The values of these of its labels."""
-        return [
-            str(value).lower() if value is True or value is False else str(value)
-            for value in (getattr(record, name) for name in names)
-        ]
+    def by_labels(
+        self, make: Callable[[dict[str, str]], _T], *, without: Collection[str]
+    ) -> Callable[[Record], _T]:
+        """Finds what `make` has made of a record's labels, once for each combination of them."""
+        names = tuple(name for name in self.labels if name not in without)
+        if not names:
+            only = make({})
+            return lambda record: only
+        values = attrgetter(*names)
+        made: dict[object, _T] = {}
+
+        def find(record: Record) -> _T:
+            key = values(record)
+            found = made.get(key)
+            if found is None:
+                found = made[key] = make({name: _text(getattr(record, name)) for name in names})
+            return found
+
+        return find
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _count(name: str, record: type[Record], labels: str, about: str, value: str | None = None) -> Metric:

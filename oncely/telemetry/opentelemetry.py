@@ -139,12 +139,8 @@ def _links(events: Sequence[Event]) -> list[Link]:
 
 def _note(metric: Metric, meter: Meter, without: Collection[str]) -> Callable[[Record], None]:
     """What enters a record into the metric."""
-    names = tuple(name for name in metric.labels if name not in without)
     name, unit, about, amount = metric.name, metric.unit, metric.about, metric.amount
-
-    def labels(record: Record) -> dict[str, str]:
-        return dict(zip(names, metric.label_values(record, names), strict=True))
-
+    labels = metric.by_labels(lambda labels: labels, without=without)
     if metric.kind == "counter":
         counter = meter.create_counter(name, unit, about)
         return lambda record: counter.add(amount(record), labels(record))

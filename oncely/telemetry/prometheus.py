@@ -7,6 +7,7 @@ start_http_server(9000)                  of prometheus_client, or its ASGI appli
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
@@ -14,6 +15,8 @@ from oncely.telemetry.metrics import METRICS, Metric
 from oncely.telemetry.records import Record
 
 __all__ = ["PrometheusObserver"]
+
+_M = TypeVar("_M", Counter, Gauge, Histogram)
 
 
 class PrometheusObserver:
@@ -35,13 +38,20 @@ class PrometheusObserver:
 
 def _note(metric: Metric, registry: CollectorRegistry, without: Collection[str]) -> Callable[[Record], None]:
     """What enters a record into the metric."""
-    names = tuple(name for name in metric.labels if name not in without)
-    name, about, values, amount = metric.prometheus, metric.about, metric.label_values, metric.amount
+    names = [label for label in metric.labels if label not in without]
+    given = (metric.prometheus, metric.about, names)
+    enter: Callable[[Record], Callable[[float], None]]
     if metric.kind == "counter":
-        counter = Counter(name, about, names, registry=registry)
-        return lambda record: counter.labels(*values(record, names)).inc(amount(record))
-    if metric.kind == "gauge":
-        gauge = Gauge(name, about, names, registry=registry)
-        return lambda record: gauge.labels(*values(record, names)).set(amount(record))
-    histogram = Histogram(name, about, names, registry=registry, buckets=metric.buckets)
-    return lambda record: histogram.labels(*values(record, names)).observe(amount(record))
+        counter = Counter(*given, registry=registry)
+        enter = metric.by_labels(lambda labels: _series(counter, labels).inc, without=without)
+    elif metric.kind == "gauge":
+        gauge = Gauge(*given, registry=registry)
+        enter = metric.by_labels(lambda labels: _series(gauge, labels).set, without=without)
+    else:
+        histogram = Histogram(*given, registry=registry, buckets=metric.buckets)
+        enter = metric.by_labels(lambda labels: _series(histogram, labels).observe, without=without)
+    return lambda record: enter(record)(metric.amount(record))
+
+
+def _series(metric: _M, labels: dict[str, str]) -> _M:
+    return metric.labels(**labels) if labels else metric

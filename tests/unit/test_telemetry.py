@@ -119,10 +119,12 @@ def test_labels_can_be_left_out() -> None:
     both = observers(
         PrometheusObserver(registry, without={"topic", "error"}),
         OpenTelemetryObserver(meter_provider=MeterProvider([reader]), without={"topic", "error"}),
+        PrometheusObserver(bare := CollectorRegistry(), without={"outbox", "topic", "error"}),
     )
     for topic in ("a", "b"):
         both(dataclasses.replace(DIED, topic=topic))
     assert registry.get_sample_value("oncely_events_died_total", {"outbox": "o"}) == 2.0
+    assert bare.get_sample_value("oncely_events_died_total") == 2.0
     assert points(reader)["oncely.events.died"] == [({"outbox": "o"}, 2)]
 
 
