@@ -134,8 +134,6 @@ class StreamConsumer:
         self.outage = outage
         self.waits_for: Literal["broker"] | None = None
         """What the consumer waits for while it is away; of what its handlers need it knows nothing."""
-        self.last_success: datetime | None = None
-        """When Redis last answered all that a turn asked of it, by this machine's clock."""
         self.dead_letter_stream = name_for(redis, stream, dead_letter_stream)
         observed = guarded(observer)
         self._watch = None if observed is None else Watch(observed, stream=stream, group=group)
@@ -154,6 +152,11 @@ class StreamConsumer:
     @property
     def name(self) -> str:
         return f"StreamConsumer {self.stream}/{self.group}"
+
+    @property
+    def last_success(self) -> datetime | None:
+        """When Redis last answered, by this machine's clock. While handlers run that is at each renewal."""
+        return self._in_flight.answered_at
 
     @overload
     def subscribe(self, topic: str, handler: None = None) -> Callable[[Handler], Handler]: ...
@@ -210,7 +213,7 @@ class StreamConsumer:
             async with self._turn:
                 found = await self._worker.turn(self.count, until=begun + _WAIT, running=True)
             self.waits_for = None
-            self.last_success = datetime.now(UTC)
+            self._in_flight.answered_at = datetime.now(UTC)
             return found or monotonic() > begun + _LULL
 
         async def lull() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 
 from oncely.errors import Reject
 from oncely.event import Event
@@ -27,7 +28,10 @@ logger = logging.getLogger("oncely.streams")
 
 
 class InFlight:
-    """`settled` counts what was acknowledged, buried or found lost, ever."""
+    """`settled` counts what was acknowledged, buried or found lost, ever.
+
+    `answered_at` is when Redis last answered, by this machine's clock.
+    """
 
     def __init__(self, group: Group, handling: Handling, max_attempts: int) -> None:
         self.group = group
@@ -35,6 +39,7 @@ class InFlight:
         self.max_attempts = max_attempts
         self.held = HeldKeys()
         self.settled = 0
+        self.answered_at: datetime | None = None
         self.name = group.name.encode()
         self._done: list[bytes] = []  # handled, and to be acknowledged
         self._ok: list[tuple[Event, float]] = []  # to be reported then, with the seconds it took
@@ -114,6 +119,7 @@ class InFlight:
                 self._ok = ok + self._ok
                 raise
             self.settled += len(done)
+            self.answered_at = datetime.now(UTC)
             self._told += ok
         while self._told:
             event, seconds = self._told.popleft()
@@ -133,6 +139,7 @@ class InFlight:
         if not ids:
             return
         stolen, trimmed = await self.group.renew(ids)
+        self.answered_at = datetime.now(UTC)
         for entry in kept.values():
             if entry.stage is not Stage.ENDED and (entry.id in stolen or entry.id in trimmed):
                 entry.gone = "stolen" if entry.id in stolen else "trimmed"

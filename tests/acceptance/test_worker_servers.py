@@ -112,6 +112,24 @@ async def test_a_worker_ends_within_its_grace_while_the_database_is_frozen(
 
 
 @only_on_linux
+async def test_a_handler_whose_database_is_frozen_is_cancelled_within_the_grace(
+    own_postgres: EmbeddedPostgres,
+    own_valkey: EmbeddedValkey,
+    outbox: Outbox,
+    own_engine: AsyncEngine,
+    stream: str,
+) -> None:
+    await emit(outbox, async_sessionmaker(own_engine), "a", topic="query")
+    async with running(own_postgres, own_valkey, stream, "asyncpg") as worker:
+        await worker.says("asked")
+        with frozen(own_postgres):
+            worker.go()
+            assert await worker.stop() == 0, worker.output
+    async with Redis.from_url(own_valkey.url) as redis:
+        assert (await redis.xpending(stream, GROUP))["pending"] == 1
+
+
+@only_on_linux
 @pytest.mark.parametrize("payload", ["nothing", "wait"])  # waits for new entries, or handles one
 async def test_a_worker_ends_within_its_grace_while_the_broker_is_frozen(
     payload: str,

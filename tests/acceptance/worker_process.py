@@ -18,7 +18,7 @@ from contextlib import suppress
 from datetime import timedelta
 
 from redis.asyncio import Redis
-from sqlalchemy import MetaData
+from sqlalchemy import MetaData, text
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 
 from oncely import Event, Outbox, Relay, Retention, Worker
@@ -112,7 +112,18 @@ def make_worker(
     consumer = StreamConsumer(
         redis, stream=stream, group=GROUP, retry_after_ms=60_000, concurrency=4, outage=OFTEN, grace=grace / 5
     )
+
+    async def query(event: Event) -> None:
+        """Uses the database, until it is cancelled."""
+        print("begun query", flush=True)
+        async with sessions() as session:
+            while True:
+                await session.execute(text("SELECT 1"))
+                print("asked", flush=True)
+                await wait_for_go()
+
     consumer.subscribe("handle", do)
+    consumer.subscribe("query", query)
     consumer.subscribe("publish", skip)
     retention = Retention(sessions, {outbox: timedelta(days=1)}, outage=OFTEN, grace=grace / 5)
     services: list[Service] = [relay, consumer, retention]

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 
 import pytest
@@ -761,6 +761,30 @@ async def test_a_consumer_runs_with_handlers_and_once_at_a_time(redis: Redis, st
         await asyncio.sleep(0)
         with pytest.raises(RuntimeError):
             await consumer.run()
+
+
+async def test_while_a_handler_takes_long_it_still_tells_that_redis_answers(
+    redis: Redis, stream: str
+) -> None:
+    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=60, concurrency=1)
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    @consumer.subscribe("*")
+    async def handle(event: Event) -> None:
+        begun.set()
+        await go.wait()
+
+    await stream_publisher(redis, stream)(events("a"))
+    async with running(consumer):
+        await begun.wait()
+        for _ in range(2):
+            before = datetime.now(UTC)
+            await until(lambda: has_succeeded_since(consumer, before))  # noqa: B023  awaited at once
+        go.set()
+
+
+async def has_succeeded_since(consumer: StreamConsumer, moment: datetime) -> bool:
+    return consumer.last_success is not None and consumer.last_success > moment
 
 
 async def has(handler: Recorder, count: int) -> bool:
