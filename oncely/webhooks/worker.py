@@ -69,7 +69,8 @@ class WebhookWorker:
     `database_timeout`, it is. The table is looked at every `poll_interval`, and whenever a place becomes
     free. After a stop, what is in flight has `grace` to finish; then what was not sent is given back.
 
-    `on_attempt` is told of each attempt; it may turn off an endpoint that said "HTTP 410".
+    `on_attempt` is told of each attempt, whose place stays taken until it returns; it may turn off an
+    endpoint that said "HTTP 410".
     """
 
     def __init__(
