@@ -182,6 +182,9 @@ class Batch:
             entry.stage = Stage.BEGUN
             failure = await self._call(event)
             if failure is not None:
+                if isinstance(failure, SystemExit):  # it ends the process, and that was its attempt
+                    entry.stage = Stage.ENDED
+                    return False
                 if _is_cancelled():
                     return False  # the cancellation's doing, whatever it looks like: it is given back
                 return await in_flight.failed(entry, event, failure, monotonic() - since)

@@ -228,3 +228,26 @@ async def test_a_service_with_a_bug_ends_the_process_with_1_and_its_traceback_wh
     assert "ExceptionGroup" not in worker.output
     assert worker.lines[-1] == "oncely.worker INFO ended"
     assert await consumers(redis, stream) == []
+
+
+async def test_after_a_bug_nobody_who_will_not_end_keeps_the_process(
+    start: Start, outbox: Outbox, sessions: Sessions
+) -> None:
+    await emit(outbox, sessions, "ignore", topic="handle")
+    async with start("--bug", "--grace", "1.5") as worker:
+        await worker.says("begun handle ignore")
+        worker.go()
+        assert await worker.ends() == 1, worker.output
+    assert "ZeroDivisionError: the bug" in worker.lines
+
+
+async def test_a_handler_that_exits_ends_the_process_with_its_code_and_that_was_its_attempt(
+    start: Start, outbox: Outbox, sessions: Sessions, engine: AsyncEngine, redis: Redis, stream: str
+) -> None:
+    async with start() as worker:
+        await emit(outbox, sessions, "swallow", topic="handle")
+        await worker.says("begun handle swallow")
+        await emit(outbox, sessions, "leave", topic="handle")
+        assert await worker.ends() == 5, worker.output
+    assert await claims(engine) == 0
+    assert await pending(redis, stream) == [0, 1]

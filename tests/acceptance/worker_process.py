@@ -59,6 +59,10 @@ async def block_a_thread() -> None:
     await asyncio.to_thread(time.sleep, 60)
 
 
+async def leave() -> None:
+    sys.exit(5)
+
+
 async def nothing() -> None: ...
 
 
@@ -69,6 +73,7 @@ DOES: dict[str, Callable[[], Awaitable[object]]] = {
     "ignore": ignore,
     "block": block,
     "thread": block_a_thread,
+    "leave": leave,
 }
 
 
