@@ -266,10 +266,9 @@ class IdempotencyKeys:
         locked, up to `limit`.
         """
         cutoff = cutoff_parameters(older_than)
-        connection = await join(session, self.table)
 
         async def delete(size: int) -> int:
-            return (await connection.execute(self._prune, {**cutoff, "limit": size})).rowcount
+            return (await execute(session, self.table, self._prune, {**cutoff, "limit": size})).rowcount
 
         return await delete_in_batches(delete, limit)
 

@@ -147,10 +147,9 @@ class Inbox:
         In batches of 1,000, skipping rows that somebody has locked, up to `limit`.
         """
         cutoff = cutoff_parameters(older_than)
-        connection = await join(session, self.table)
 
         async def delete(size: int) -> int:
-            return (await connection.execute(self._prune, cutoff | {"limit": size})).rowcount
+            return (await execute(session, self.table, self._prune, cutoff | {"limit": size})).rowcount
 
         return await delete_in_batches(delete, limit)
 

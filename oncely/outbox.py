@@ -327,15 +327,14 @@ class Outbox:
         `limit`. A deleted event's dedup_key is free again.
         """
         cutoff = cutoff_parameters(older_than)
-        connection = await join(session, self.table)
         after = UUID(int=0)
 
         async def delete(size: int) -> int:
             nonlocal after
             parameters = cutoff | {"after": after, "limit": size}
-            deleted, last = (await connection.execute(self._prune, parameters)).one()
-            after = last or after
-            return int(deleted)
+            pruned = (await execute(session, self.table, self._prune, parameters)).mappings().one()
+            after = pruned["last"] or after
+            return int(pruned["deleted"])
 
         return await delete_in_batches(delete, limit)
 
@@ -419,5 +418,5 @@ doomed AS MATERIALIZED (
     FOR UPDATE SKIP LOCKED
 ),
 gone AS (DELETE FROM {{outbox}} WHERE id = ANY (ARRAY(SELECT id FROM doomed)) RETURNING id)
-SELECT count(*), (SELECT id FROM doomed ORDER BY id DESC LIMIT 1) FROM gone
+SELECT count(*) AS deleted, (SELECT id FROM doomed ORDER BY id DESC LIMIT 1) AS last FROM gone
 """  # noqa: S608  a constant

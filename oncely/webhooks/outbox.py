@@ -150,13 +150,12 @@ class Webhooks:
         decided about them yet.
         """
         cutoff = cutoff_parameters(older_than)
-        connection = await join(session, self.table)
 
         async def expire(size: int) -> int:
-            return (await connection.execute(self._expire, {"batch": size})).rowcount
+            return (await execute(session, self.table, self._expire, {"batch": size})).rowcount
 
         async def delete(size: int) -> int:
-            return (await connection.execute(self._prune, cutoff | {"limit": size})).rowcount
+            return (await execute(session, self.table, self._prune, cutoff | {"limit": size})).rowcount
 
         await delete_in_batches(expire, EXPIRY_BATCH if limit is None else limit)
         return await delete_in_batches(delete, limit)
