@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from sqlalchemy import Connection, Integer, MetaData, Table, Text, Uuid
+from sqlalchemy import Connection, Integer, MetaData, Table, Text, Transaction, Uuid
 from sqlalchemy.event import listen, remove
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, AsyncSessionTransaction, AsyncTransaction
-from sqlalchemy.orm import Session
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import Session, SessionTransaction
 
 from oncely.arguments import check_async, check_count, check_id
 from oncely.errors import InvalidKey, TransactionEnded
@@ -94,7 +94,7 @@ class Inbox:
         async with session.begin_nested() as savepoint:
             if not await self._is_first(session, event, consumer):
                 return False
-            with _kept_open(session, self.table, savepoint):
+            with _kept_open(session, self.table, savepoint.sync_transaction):
                 await work()
         if self._observer is not None:
             record = MessageReceived(inbox=self.table.fullname, consumer=consumer, outcome="first")
@@ -119,12 +119,13 @@ class Inbox:
         check_async(handle, "handle")
 
         async def handle_once(event: Event) -> None:
-            async with sessionmaker() as session, session.begin() as transaction:
+            async with sessionmaker() as session:  # which rolls back what is not committed
+                transaction = session.sync_session.begin()
                 if not await self._is_first(session, event, consumer):
                     return
                 with _kept_open(session, self.table, transaction):
                     await handle(session, event)
-                await self._require_row(session, event, consumer)
+                await session.run_sync(self._commit, event, consumer)
             if self._observer is not None:
                 self._observer(MessageReceived(inbox=self.table.fullname, consumer=consumer, outcome="first"))
 
@@ -169,15 +170,16 @@ class Inbox:
             self._observer(MessageReceived(inbox=self.table.fullname, consumer=consumer, outcome="duplicate"))
         return is_first
 
-    async def _require_row(self, session: AsyncSession, event: Event, consumer: str) -> None:
-        """The row is there, in the transaction that wrote it: only then does a commit keep the work.
+    def _commit(self, session: Session, event: Event, consumer: str) -> None:
+        """Commits, if the row is there, in the transaction that wrote it: only then is the work kept.
 
         PostgreSQL answers the commit of a transaction in which a statement has failed with a rollback,
         and the drivers are content with that.
         """
         row = {"consumer": consumer, "event_id": event.id}
+        connection = session.connection({"clause": self.table})
         try:
-            is_there = (await execute(session, self.table, self._row, row)).scalar() is not None
+            is_there = connection.execute(self._row, row).scalar() is not None
         except DBAPIError as error:
             if "25P02" not in sqlstates(error):
                 raise
@@ -186,11 +188,12 @@ class Inbox:
             ) from error
         if not is_there:
             raise TransactionEnded("the work has ended its inbox row's transaction by SQL of its own")
+        session.commit()
 
 
 @contextmanager
 def _kept_open(
-    session: Caller, table: Table, transaction: AsyncSessionTransaction | AsyncTransaction
+    session: Caller, table: Table, held: SessionTransaction | Transaction | None
 ) -> Iterator[None]:
     """The transaction that holds the row lives through the block, or the block ends in TransactionEnded.
 
@@ -199,7 +202,6 @@ def _kept_open(
     end of it: without the row, the work must not count as done.
     """
     owner = owner_of(session)
-    held = transaction.sync_transaction
 
     def refuse(committing: Session) -> None:
         current = committing.get_nested_transaction() or committing.get_transaction()
@@ -218,7 +220,7 @@ def _kept_open(
     listen(connection, "commit", undo)
     try:
         yield
-        if not transaction.is_active:
+        if held is None or not held.is_active:
             raise TransactionEnded(
                 "the work, or a flush that failed in it, ended its inbox row's transaction"
             )
