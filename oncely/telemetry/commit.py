@@ -16,7 +16,8 @@ from oncely.transaction import Caller, owner_of
 
 __all__ = ["tell_when_committed"]
 
-_KEY = "oncely.telemetry"
+_PENDING = "oncely.telemetry"
+"""Where a session keeps what is to be told, each with the transaction or savepoint that it happened in."""
 
 
 def tell_when_committed(caller: Caller, observer: GuardedObserver, record: Record) -> None:
@@ -26,39 +27,34 @@ def tell_when_committed(caller: Caller, observer: GuardedObserver, record: Recor
         observer(record)
         return
     session = owner.sync_session
-    pending = session.info.get(_KEY)
+    transaction = session.get_nested_transaction() or session.get_transaction()
+    assert transaction is not None  # noqa: S101  something was written in it
+    pending = session.info.get(_PENDING)
     if pending is None:
-        pending = session.info[_KEY] = _Pending(session)
-    pending.add(session, observer, record)
+        pending = session.info[_PENDING] = []
+        # On the class, and once: on each session they would take longer than what they wait for.
+        if not event.contains(Session, "after_commit", _tell):
+            event.listen(Session, "after_commit", _tell)
+            event.listen(Session, "after_soft_rollback", _forget_rolled_back)
+            event.listen(Session, "after_transaction_end", _forget_closed)
+    pending.append((transaction, observer, record))
 
 
-class _Pending:
-    """What one session has to tell, each with the transaction or savepoint that it happened in."""
-
-    def __init__(self, session: Session) -> None:
-        self._records: list[tuple[SessionTransaction, GuardedObserver, Record]] = []
-        event.listen(session, "after_commit", self._committed)
-        event.listen(session, "after_soft_rollback", self._rolled_back)
-        event.listen(session, "after_transaction_end", self._ended)
-
-    def add(self, session: Session, observer: GuardedObserver, record: Record) -> None:
-        transaction = session.get_nested_transaction() or session.get_transaction()
-        assert transaction is not None  # noqa: S101  something was written in it
-        self._records.append((transaction, observer, record))
-
-    def _committed(self, session: Session) -> None:
-        if session.in_nested_transaction():
-            return
-        records, self._records = self._records, []
-        for _, observer, record in records:
+def _tell(session: Session) -> None:
+    if _PENDING in session.info and not session.in_nested_transaction():
+        for _, observer, record in session.info.pop(_PENDING):
             observer(record)
 
-    def _rolled_back(self, session: Session, ended: SessionTransaction) -> None:
-        self._records = [entry for entry in self._records if not _is_within(entry[0], ended)]
 
-    def _ended(self, session: Session, ended: SessionTransaction) -> None:
-        if ended.parent is None:  # what is left was neither committed nor rolled back: it was closed
-            self._records.clear()
+def _forget_rolled_back(session: Session, ended: SessionTransaction) -> None:
+    pending = session.info.get(_PENDING)
+    if pending:
+        pending[:] = [entry for entry in pending if not _is_within(entry[0], ended)]
+
+
+def _forget_closed(session: Session, ended: SessionTransaction) -> None:
+    if ended.parent is None:  # what is left was neither committed nor rolled back
+        session.info.pop(_PENDING, None)
 
 
 def _is_within(transaction: SessionTransaction | None, outer: SessionTransaction) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import MetaData
+from sqlalchemy import MetaData, text
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import ClaimLost as ClaimLostError
@@ -99,6 +100,18 @@ async def test_a_savepoint_that_is_rolled_back_takes_what_was_emitted_in_it(
         await outbox.emit(session, "after", 1)
         assert observer.records == []
     assert observer.records == [emitted("before"), emitted("released"), emitted("after")]
+
+
+async def test_an_event_whose_commit_fails_is_not_told(
+    outbox: Outbox, sessions: Sessions, engine: AsyncEngine, observer: Recorder
+) -> None:
+    await execute(engine, "CREATE TABLE once (number integer UNIQUE DEFERRABLE INITIALLY DEFERRED)")
+    async with sessions() as session:
+        await outbox.emit(session, "t", 1)
+        await session.execute(text("INSERT INTO once VALUES (1), (1)"))
+        with pytest.raises(IntegrityError):
+            await session.commit()
+    assert observer.records == []
 
 
 async def test_on_a_bare_connection_an_event_is_told_at_the_statement(

@@ -8,7 +8,9 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import APIRouter, FastAPI, HTTPException
 from redis.asyncio import Redis
 from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
@@ -29,6 +31,7 @@ from oncely import (
 )
 from oncely.backoff import Backoff
 from oncely.event import uuid7
+from oncely.fastapi import idempotent_route
 from oncely.streams import StreamConsumer, stream_publisher
 from oncely.telemetry import (
     EffectRun,
@@ -119,6 +122,29 @@ async def test_requests_are_told_once_their_answer_is_committed(
         guarded("reused"),
         guarded("refused"),
     ]
+
+
+async def test_routes_that_are_idempotent_tell_of_their_requests(
+    engine: AsyncEngine, metadata: MetaData, sessions: Sessions, observer: Recorder
+) -> None:
+    keys = IdempotencyKeys(metadata, observer=observer)
+    await create(engine, metadata)
+    app = FastAPI()
+    guarding = idempotent_route(keys, sessions, scope=lambda request: "s", refusals={409})
+    router = APIRouter(route_class=guarding)
+
+    @router.post("/{answer}")
+    async def answer(answer: str) -> str:
+        if answer != "made":
+            raise HTTPException(409 if answer == "refused" else 500, answer)
+        return answer
+
+    app.include_router(router)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://shop") as client:
+        for path, key in (("made", "1"), ("made", "1"), ("refused", "2"), ("refused", "1"), ("failed", "3")):
+            await client.post(f"/{path}", headers={"Idempotency-Key": f"key-number-{key}"})
+    outcomes = [guarded(outcome) for outcome in ("first", "replayed", "refused", "reused")]
+    assert observer.timeless == outcomes  # and a request that failed has left nothing
 
 
 async def test_the_inbox_tells_first_and_duplicate(
