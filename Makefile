@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: test matrix demo faults check bench clean
+.PHONY: test matrix demo faults soak check bench clean
 
 test: .venv/installed
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
@@ -15,6 +15,9 @@ demo: .venv/installed
 
 faults: .venv/installed
 	$(BIN)/python -m pytest -m faults --numprocesses 2 --dist loadfile
+
+soak: .venv/installed
+	$(BIN)/python -m tests.soak --minutes $(or $(MINUTES),2) $(if $(SEED),--seed $(SEED))
 
 check: .venv/installed
 	$(BIN)/ruff check .

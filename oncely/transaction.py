@@ -155,9 +155,22 @@ def is_unavailable(error: BaseException) -> bool:
         return True
     if any(code[:2] == "08" or code in _NOT_THERE for code in sqlstates(error)):
         return True
+    if _is_asyncpgs_own(error):
+        return True
     # Without a code, the driver itself speaks: a connection that it found closed, or one that was ended
     # while it was made, over which asyncpg loses its place.
     return isinstance(error, (InterfaceError, OperationalError, InternalError)) and not sqlstates(error)
+
+
+def _is_asyncpgs_own(error: BaseException) -> bool:
+    """Whether asyncpg itself found its connection closed or lost its place in it.
+
+    While a connection is made, SQLAlchemy passes such errors on as they are. Wrong arguments are
+    InterfaceErrors too, and ValueErrors.
+    """
+    names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+    own = {"asyncpg.InterfaceError", "asyncpg.InternalClientError"}
+    return not names.isdisjoint(own) and not isinstance(error, ValueError)
 
 
 def is_passing(error: BaseException) -> bool:

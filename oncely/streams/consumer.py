@@ -300,9 +300,16 @@ def _own_name() -> str:
 
 
 def _due_times(first_ms: int, attempts: int, factor: float, maximum: timedelta) -> list[int]:
-    """How long an entry that was delivered 0, 1, 2, … times stays with whoever has it."""
+    """How long an entry that was delivered 0, 1, 2, … times stays with whoever has it.
+
+    The last one holds for all later deliveries. They are sent with every look for what is due, so there
+    are no more than needed, however many attempts there may be.
+    """
     longest = max(maximum // timedelta(milliseconds=1), first_ms)
     times = [first_ms, first_ms]
     for _ in range(attempts - 1):
-        times.append(int(min(times[-1] * factor, longest)))
+        longer = int(min(times[-1] * factor, longest))
+        if longer == times[-1]:
+            break
+        times.append(longer)
     return times
