@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
@@ -439,6 +440,38 @@ async def through_a_wire(database: Database) -> AsyncIterator[tuple[Wire, Sessio
         engine = Database(wire.url, database.schema).engine()
         yield wire, async_sessionmaker(engine)
         await engine.dispose()
+
+
+@both_drivers
+async def test_cancelled_anywhere_it_keeps_no_lease_and_counts_every_request(
+    webhooks: Webhooks, sessions: Sessions, server: Endpoint, engine: AsyncEngine
+) -> None:
+    chance = random.Random(7)
+
+    async def script(received: Received, writer: asyncio.StreamWriter) -> Answer:
+        await asyncio.sleep(chance.random() * 0.02)
+        return Answer(chance.choice((204, 500)))
+
+    server.script = script
+    for key in range(12):
+        url = server.url(f"/{key}", host=f"h{key % 3}.example.com")
+        await enqueue(webhooks, sessions, url, key=str(key))
+    one = worker(webhooks, sessions, server, retry=SOON, concurrency=6, per_endpoint=2)
+    for number in range(8):
+        work: Awaitable[object] = one.run() if number % 2 else one.run_once()
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task}, timeout=chance.random() * 0.1)
+        task.cancel()
+        await asyncio.wait({task})
+        assert set(await rows(engine, "token")) == {(None,)}
+        sent = Counter(received.target.removeprefix("/") for received in server.requests)
+        assert [key for key, attempts in await rows(engine, "key, attempts") if sent[key] > attempts] == []
+
+    async def delivered() -> bool:
+        await one.run_once()
+        return set(await rows(engine, "state")) == {("delivered",)}
+
+    await until(delivered)
 
 
 @both_drivers
