@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 EVENTS = 10_000
-EMITS = 500
+EMITS = 200
 ROUNDS = 5
 PROMISED = 2.5
 ENVIRONMENTS = Path(".bench")
@@ -82,14 +82,14 @@ PEERS = (
         "event_forge",
         ("event-forge[postgresql]==1.5.0", "asyncpg"),
         "rows kept, no order, an UPDATE an event, locks expire",
-        events=1_000,
+        events=500,
     ),
     Peer(
         "procrastinate",
         "procrastinate",
         ("procrastinate==3.10.0", "psycopg[binary,pool]"),
         "a job queue: rows deleted, order by lock, a fetch a job",
-        events=1_000,
+        events=500,
     ),
 )
 UNMEASURED = (
