@@ -28,7 +28,7 @@ def connect(text: str) -> AsyncEngine:
         ) from None
     url, options = _with_options(_with_driver(url))
     try:
-        return create_async_engine(url, connect_args=options)
+        return create_async_engine(url, connect_args=options, hide_parameters=True)
     except (SQLAlchemyError, ImportError) as error:
         raise Failure(f"no engine for {named(url)}: {error}", exit_code=WRONG_USE) from None
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from oncely.cli.dead import dead
@@ -30,9 +33,20 @@ app = typer.Typer(
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"oncely {version('oncely')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
-    """Keeps the name of a command even when there is only one."""
+def _commands(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
+    """The options of the command itself; its help is the app's."""
 
 
 app.command()(run)

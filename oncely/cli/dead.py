@@ -28,7 +28,7 @@ from oncely.cli.times import moment
 __all__ = ["dead"]
 
 dead = typer.Typer(
-    help="""Look at dead letters, send them again, or give them up.
+    help="""Look at dead letters; send them again, or give them up.
 
     Dead letters are the dead events of an outbox, the dead letters of a stream, and webhooks that have
     expired, were rejected or are quarantined. A webhook's topic is its type.

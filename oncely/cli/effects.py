@@ -27,7 +27,7 @@ from oncely.effects import EffectRecord, Effects, Status
 __all__ = ["effects"]
 
 effects = typer.Typer(
-    help="Look at calls to the outside, and decide about those that are in doubt.",
+    help="Look at calls to the outside, and resolve those in doubt.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import sys
@@ -47,8 +48,8 @@ def reported(command: Callable[_P, None]) -> Callable[..., None]:
         verbose = kwargs.pop("verbose", False)
         try:
             command(*args, **kwargs)
-        except (typer.Exit, typer.Abort, typer.BadParameter):
-            raise
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+            raise  # typer's own; a reader that has seen enough
         except Exception as error:  # noqa: BLE001  every error is reported, here and nowhere else
             if verbose:
                 traceback.print_exception(error)
@@ -89,6 +90,10 @@ def explain(error: BaseException) -> str:
             return f"the database cannot be reached: {said}"
         code = next(iter(sqlstates(error)), None)
         return f"the database says: {said}" + (f" ({code})" if code else "")
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"nothing more can be written: {_first_line(error)}"
+    if type(error).__module__.startswith("redis."):
+        return _explain_redis(error)
     if is_unavailable(error):
         return f"the database cannot be reached: {_first_line(error)}"
     if isinstance(error, SQLAlchemyError):
@@ -96,6 +101,12 @@ def explain(error: BaseException) -> str:
     if isinstance(error, ValueError):
         return _first_line(error)
     return f"{type(error).__name__}: {_first_line(error)} (--verbose shows where)"
+
+
+def _explain_redis(error: BaseException) -> str:
+    from oncely.streams.faults import is_outage  # it imports redis, which is there: its error is
+
+    return f"Redis {'cannot be reached' if is_outage(error) else 'says'}: {_first_line(error)}"
 
 
 def printable(text: str) -> str:

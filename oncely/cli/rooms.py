@@ -7,7 +7,7 @@ target, if there is one only, or the database of ONCELY_DATABASE_URL.
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -84,6 +84,8 @@ async def open_rooms(place: Place) -> AsyncIterator[Rooms]:
     """
     finds = _Finds(place)
     try:
+        if place.target is not None and place.schema is not None:
+            raise Failure("--schema goes without a target, which says its schema itself", exit_code=WRONG_USE)
         if place.target is not None:
             finds.walk(load(place.target, app_dir=place.app_dir))
         else:
@@ -218,17 +220,15 @@ class _Finds:
 
     async def close(self) -> None:
         for sessionmaker in self.sessionmakers:
+            tables = [room.table for room, own in self.stored if own is sessionmaker]
             async with sessionmaker() as session:
-                bind = session.sync_session.bind or _bind(session.sync_session, self.stored)
+                bind = session.sync_session.bind or next(
+                    (session.sync_session.get_bind(clause=table) for table in tables), None
+                )
             if isinstance(bind, Engine):
                 await AsyncEngine(bind).dispose()
         for stream in self.streams:
             await stream.redis.aclose()
-
-
-def _bind(session: Any, stored: Iterable[tuple[Room, Sessionmaker | None]]) -> object:
-    """The engine of a session that chooses it by the table."""
-    return next((session.get_bind(clause=room.table) for room, _ in stored), None)
 
 
 def _is_a(found: object, module: str, name: str) -> bool:

@@ -18,7 +18,10 @@ def age(text: str, option: str) -> timedelta:
     found = _AGE.fullmatch(text)
     if found is None:
         raise Failure(f"{option}: {text!r} is no age; write 90s, 15m, 12h, 7d or 2w", exit_code=WRONG_USE)
-    return timedelta(**{_UNITS[found[2]]: float(found[1])})
+    try:
+        return timedelta(**{_UNITS[found[2]]: float(found[1])})
+    except OverflowError:
+        raise Failure(f"{option}: {text!r} is too long ago", exit_code=WRONG_USE) from None
 
 
 def moment(text: str | None, option: str) -> datetime | None:
