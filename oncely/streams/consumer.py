@@ -43,7 +43,7 @@ from oncely.streams.trimming import Trimmed, trim
 from oncely.streams.watch import Watch
 from oncely.streams.worker import Worker
 from oncely.telemetry.observer import Observer, guarded
-from oncely.telemetry.records import StreamMeasured
+from oncely.telemetry.records import DeadLettersMeasured, StreamMeasured
 
 __all__ = ["StreamConsumer"]
 
@@ -248,10 +248,10 @@ class StreamConsumer:
         """How far behind each group of the stream is, by the group's name."""
         return await lag(self._group.redis, self.stream)
 
-    async def measure(self, sessionmaker: object = None) -> list[StreamMeasured]:
-        """One look at each group of the stream, as `oncely.telemetry.Gauges` takes it."""
+    async def measure(self, sessionmaker: object = None) -> list[StreamMeasured | DeadLettersMeasured]:
+        """One look at the stream's groups and dead letters, as `oncely.telemetry.Gauges` takes it."""
         try:
-            groups = await self.lag()
+            groups, dead = await self.lag(), await self.dead_letters.length()
         except BROKER_ERRORS as error:
             if is_outage(error):
                 raise PublisherUnavailable(f"Redis is away: {type(error).__name__}") from error
@@ -265,7 +265,7 @@ class StreamConsumer:
                 oldest_pending=found.oldest_pending or timedelta(0),
             )
             for group, found in groups.items()
-        ]
+        ] + [DeadLettersMeasured(stream=self.stream, dead=dead)]
 
     @property
     def dead_letters(self) -> DeadLetters:

@@ -47,6 +47,7 @@ called `oncely.outbox.lag` where Prometheus says `oncely_outbox_lag_seconds`, an
 | `StreamMeasured` | stream, group, unread, pending, oldest_pending | `oncely_stream_unread{stream, group}` | |
 | | | `oncely_stream_pending{stream, group}` | |
 | | | `oncely_stream_oldest_pending_seconds{stream, group}` | |
+| `DeadLettersMeasured` | stream, dead | `oncely_stream_dead{stream}` | |
 | `WebhooksMeasured` | webhooks, pending, failing, quarantined, oldest | `oncely_webhooks_pending{webhooks}` | |
 | | | `oncely_webhooks_failing{webhooks}` | |
 | | | `oncely_webhooks_quarantined{webhooks}` | |
@@ -59,6 +60,7 @@ from oncely.telemetry.records import (
     BatchClaimed,
     BatchSettled,
     ClaimLost,
+    DeadLettersMeasured,
     EffectRun,
     EventDied,
     EventFailed,
@@ -84,6 +86,7 @@ __all__ = [
     "BatchClaimed",
     "BatchSettled",
     "ClaimLost",
+    "DeadLettersMeasured",
     "EffectRun",
     "EventDied",
     "EventFailed",

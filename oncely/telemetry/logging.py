@@ -15,6 +15,7 @@ from oncely.telemetry.records import (
     BatchClaimed,
     BatchSettled,
     ClaimLost,
+    DeadLettersMeasured,
     EventDied,
     EventFailed,
     EventsTakenOver,
@@ -62,7 +63,9 @@ def _level(record: Record) -> int:
             return logging.WARNING
         case WebhookAttempted(outcome="retry" | "lost"):
             return logging.WARNING
-        case BatchClaimed() | BatchSettled() | OutboxMeasured() | StreamMeasured() | WebhooksMeasured():
+        case BatchClaimed() | BatchSettled() | OutboxMeasured() | WebhooksMeasured():
+            return logging.DEBUG
+        case StreamMeasured() | DeadLettersMeasured():
             return logging.DEBUG
         case _:
             return logging.INFO

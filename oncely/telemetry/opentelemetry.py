@@ -91,7 +91,7 @@ class OpenTelemetryObserver:
         with (
             self._tracer.start_as_current_span(
                 SPANS[MessageHandled].replace("<topic>", event.topic),
-                context=_W3C.extract(event.headers or {}),
+                context=_W3C.extract(_carrier(event)),
                 kind=SpanKind.CONSUMER,
                 attributes={
                     "messaging.system": "oncely",
@@ -123,13 +123,19 @@ def _told(span: Span) -> Iterator[None]:
         raise
 
 
+def _carrier(event: Event) -> dict[str, str]:
+    """The event's headers, which whoever emitted it may have written in capitals."""
+    return {name.lower(): value for name, value in (event.headers or {}).items()}
+
+
 def _links(events: Sequence[Event]) -> list[Link]:
     found: dict[str, Link] = {}
     for event in events:
-        parent = (event.headers or {}).get("traceparent")
+        carrier = _carrier(event)
+        parent = carrier.get("traceparent")
         if parent is None or parent in found:
             continue
-        context = trace.get_current_span(_W3C.extract(event.headers or {}, Context())).get_span_context()
+        context = trace.get_current_span(_W3C.extract(carrier, Context())).get_span_context()
         if context.is_valid:
             found[parent] = Link(context)
         if len(found) == _MOST_LINKS:

@@ -21,6 +21,7 @@ __all__ = [
     "BatchClaimed",
     "BatchSettled",
     "ClaimLost",
+    "DeadLettersMeasured",
     "EffectRun",
     "EventDied",
     "EventFailed",
@@ -274,6 +275,14 @@ class StreamMeasured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLettersMeasured:
+    """One look at the dead letters of a stream by `Gauges`: how many nobody has decided about."""
+
+    stream: str
+    dead: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WebhooksMeasured:
     """One look at webhooks by `Gauges`, as in `WebhookStats`; `oldest` is zero when none waits."""
 
@@ -305,6 +314,7 @@ Record: TypeAlias = (
     | RowsPruned
     | OutboxMeasured
     | StreamMeasured
+    | DeadLettersMeasured
     | WebhooksMeasured
 )
 """All of them, in the order of the line."""

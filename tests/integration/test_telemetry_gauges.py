@@ -14,7 +14,14 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from oncely import Outbox, TablesMissing
 from oncely.backoff import Backoff
 from oncely.streams import StreamConsumer, stream_publisher
-from oncely.telemetry import Gauges, Outage, OutboxMeasured, StreamMeasured, WebhooksMeasured
+from oncely.telemetry import (
+    DeadLettersMeasured,
+    Gauges,
+    Outage,
+    OutboxMeasured,
+    StreamMeasured,
+    WebhooksMeasured,
+)
 from oncely.webhooks import Webhooks
 from oncely.worker import Service, Worker
 from tests import webhooks as hooks
@@ -52,11 +59,12 @@ async def test_each_is_looked_at_once_by_one_statement_or_two(
     consumer.subscribe("*", hold)
     await stream_publisher(redis, stream)(events("a", "b"))
     await consumer.run_once(count=1)
+    await redis.xadd(consumer.dead_letter_stream, {"a": "b"})
     with sent_sql(engine) as sent:
         told = await Gauges(observer, sessions, outbox, webhooks, consumer).run_once()
     assert len(sent) == 3  # webhooks take two
     assert told == observer.records
-    in_outbox, in_webhooks, in_stream = told
+    in_outbox, in_webhooks, in_stream, dead = told
     assert isinstance(in_outbox, OutboxMeasured)
     assert isinstance(in_webhooks, WebhooksMeasured)
     assert isinstance(in_stream, StreamMeasured)
@@ -68,6 +76,7 @@ async def test_each_is_looked_at_once_by_one_statement_or_two(
     assert in_webhooks == WebhooksMeasured(
         webhooks="webhooks", pending=1, failing=0, quarantined=0, oldest=in_webhooks.oldest
     )
+    assert dead == DeadLettersMeasured(stream=stream, dead=1)
     assert in_stream.oldest_pending >= NOTHING
     assert in_stream == StreamMeasured(
         stream=stream, group="g", unread=1, pending=1, oldest_pending=in_stream.oldest_pending

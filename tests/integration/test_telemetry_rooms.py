@@ -25,8 +25,10 @@ from oncely import (
     Inbox,
     KeyInFlight,
     KeyReused,
+    Outbox,
     Refused,
     Reject,
+    Relay,
     Retention,
 )
 from oncely.backoff import Backoff
@@ -46,6 +48,7 @@ from oncely.telemetry import (
     WebhookEnqueued,
     WebhooksExpired,
 )
+from oncely.webhooks import Keyring, Webhooks, WebhookWorker
 from tests import webhooks as hooks
 from tests.effects import pass_time
 from tests.outboxes import Sessions, sent_sql
@@ -336,6 +339,36 @@ async def test_retention_tells_what_it_deleted_and_that_the_database_is_away(
             service="retention", name="", waits_for="database", error="ConnectionRefusedError", retry_in=pause
         )
     ]
+
+
+async def test_relays_and_webhook_workers_tell_that_the_database_is_away(
+    metadata: MetaData, server: Endpoint, observer: Recorder
+) -> None:
+    pause = timedelta(milliseconds=1)
+    outage = Backoff(first=pause, maximum=pause, jitter=0)
+    outbox = Outbox(metadata, observer=observer)
+    webhooks = Webhooks(metadata, keyring=Keyring({"k": hooks.KEY}, write="k"), observer=observer)
+
+    async def publish(events: object) -> None:
+        raise AssertionError("there is nothing to publish")
+
+    def away() -> Any:
+        stop.set()
+        raise ConnectionRefusedError("secret")
+
+    for service, made in (
+        ("relay", Relay(outbox, away, publish, outage=outage, listen=False)),
+        ("webhooks", WebhookWorker(webhooks, away, sender=hooks.sender(server), outage=outage)),
+    ):
+        stop = asyncio.Event()
+        observer.records.clear()
+        await made.run(stop)
+        assert [(record.service, record.name) for record in observer.of(Outage)] == [
+            (service, "outbox" if service == "relay" else "webhooks")
+        ]
+        assert {(record.waits_for, record.error) for record in observer.of(Outage)} == {
+            ("database", "ConnectionRefusedError")
+        }
 
 
 def handled(

@@ -124,6 +124,7 @@ async def test_nothing_secret_is_told_or_shown(
         "OutboxMeasured",
         "WebhooksMeasured",
         "StreamMeasured",
+        "DeadLettersMeasured",
     }
     spans = [span.to_json() for span in exporter.get_finished_spans()]
     assert len(spans) == 5

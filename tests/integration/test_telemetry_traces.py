@@ -134,6 +134,23 @@ async def test_a_trace_that_the_emitter_gives_is_kept(
     ]
 
 
+async def test_a_trace_that_is_given_in_capitals_is_continued(
+    outbox: Outbox, sessions: Sessions, redis: Redis, stream: str, traces: Traces
+) -> None:
+    async def handle(event: Event) -> None:
+        pass
+
+    consumer = StreamConsumer(redis, stream=stream, observer=traces.observer)
+    consumer.subscribe("*", handle)
+    async with sessions.begin() as session:
+        await outbox.emit(session, "t", 1, headers={"Traceparent": GIVEN})
+    await Relay(outbox, sessions, stream_publisher(redis, stream)).run_once()
+    await consumer.run_once()
+    given = int(GIVEN.split("-")[1], 16)
+    assert trace_of(traces.spans["process t"]) == given
+    assert [link.context.trace_id for link in traces.spans["publish outbox"].links] == [given]
+
+
 async def test_without_a_current_span_no_header_is_written(outbox: Outbox, sessions: Sessions) -> None:
     async with sessions.begin() as session:
         await outbox.emit(session, "t", 1)
