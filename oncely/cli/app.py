@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from oncely.cli.check import check
 from oncely.cli.dead import dead
 from oncely.cli.effects import effects
 from oncely.cli.keys import keys
@@ -52,6 +53,7 @@ def _commands(
 app.command()(run)
 app.command()(status)
 app.command()(prune)
+app.command()(check)
 app.add_typer(dead, name="dead")
 app.add_typer(effects, name="effects")
 app.add_typer(keys, name="keys")

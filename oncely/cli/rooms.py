@@ -27,7 +27,7 @@ from oncely.outbox import Outbox
 from oncely.relay import Relay
 from oncely.retention import Retention
 from oncely.transaction import Sessionmaker
-from oncely.worker import Worker
+from oncely.worker import Service, Worker
 
 if TYPE_CHECKING:
     from redis.asyncio import Redis, RedisCluster
@@ -65,7 +65,10 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Rooms:
-    """All that is there, in the order in which it was found. `ages` is what a Retention keeps, by table."""
+    """All that is there, in the order in which it was found.
+
+    `ages` is what a Retention keeps, by table; `services` are what runs, in `worker` if there is one.
+    """
 
     outboxes: Sequence[Stored[Outbox]] = ()
     keys: Sequence[Stored[IdempotencyKeys]] = ()
@@ -74,6 +77,8 @@ class Rooms:
     webhooks: Sequence[Stored[Webhooks]] = ()
     streams: Sequence[Stream] = ()
     ages: Mapping[str, timedelta] = field(default_factory=dict)
+    services: Sequence[Service] = ()
+    worker: Worker | None = None
 
 
 @asynccontextmanager
@@ -103,6 +108,8 @@ class _Finds:
         self.stored: list[tuple[Room, Sessionmaker | None]] = []
         self.streams: list[Stream] = []
         self.ages: dict[str, timedelta] = {}
+        self.services: list[Service] = []
+        self.worker: Worker | None = None
         self.sessionmakers: list[Sessionmaker] = []
         self.asked = None if place.database_url is None else self.connect(place.database_url)
 
@@ -113,6 +120,8 @@ class _Finds:
 
     def walk(self, found: object, *, within: bool = False) -> None:
         """Take what an application's object has in it. Within a Worker or a list, others are passed over."""
+        if isinstance(found, Service):
+            self.services.append(found)
         if isinstance(found, (list, tuple, set, frozenset)):
             for each in found:
                 self.walk(each, within=True)
@@ -138,6 +147,7 @@ class _Finds:
         elif _is_a(found, "oncely.streams.consumer", "StreamConsumer"):
             self.add_stream(found)  # type: ignore[arg-type]
         elif isinstance(found, Worker):
+            self.worker = found
             for each in found.services:
                 self.walk(each, within=True)
         elif not within:
@@ -195,6 +205,8 @@ class _Finds:
             webhooks=[each for each in by_name if _is_webhooks(each.room)],
             streams=streams,
             ages=self.ages,
+            services=self.services,
+            worker=self.worker,
         )
 
     def reached(self, room: Room, own: Sessionmaker | None) -> Stored[Any]:

@@ -132,6 +132,7 @@ class StreamConsumer:
         self.count = count
         self.grace = grace
         self.outage = outage
+        self.handler_timeout = handler_timeout
         self.waits_for: Literal["broker"] | None = None
         """What the consumer waits for while it is away; of what its handlers need it knows nothing."""
         self.dead_letter_stream = name_for(redis, stream, dead_letter_stream)
@@ -139,6 +140,8 @@ class StreamConsumer:
         self._watch = None if observed is None else Watch(observed, stream=stream, group=group)
         self._handling = Handling(around, on_result, handler_timeout, self._watch)
         due = _due_times(retry_after_ms, max_attempts, backoff_factor, backoff_maximum)
+        self.tried_for = timedelta(milliseconds=sum(due[1:max_attempts]))
+        """From a message's first attempt to its last, when each fails at once."""
         self._group = Group(redis, stream, group, self.consumer, self.dead_letter_stream, due)
         self._in_flight = InFlight(self._group, self._handling, max_attempts)
         self._worker = Worker(

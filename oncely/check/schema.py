@@ -1,0 +1,243 @@
+"""Schema: the tables that are there against those of the code, as PostgreSQL itself describes both.
+
+The code's table is made as a temporary one, described, and rolled back. So an expression is compared
+with what PostgreSQL makes of the code's, and a difference in spelling is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import BigInteger, CheckConstraint, Connection, MetaData, Table, bindparam, text
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.exc import ProgrammingError
+from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.schema import AddConstraint, CreateColumn, CreateIndex
+
+from oncely.check.finding import Finding
+from oncely.transaction import sqlstates
+
+__all__ = ["check_schema"]
+
+
+async def check_schema(connection: AsyncConnection, tables: Iterable[Table]) -> list[Finding]:
+    """How the tables that are there differ from these. The connection's transaction is rolled back.
+
+    What a table has beyond the code's is the user's own, but for a column without which no row can be
+    written. Needs the right to make temporary tables, which every role has by default.
+    """
+    findings: list[Finding] = []
+    for table in tables:
+        findings += await connection.run_sync(_check, table)
+    await connection.rollback()
+    return findings
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    columns: Mapping[str, tuple[str, bool, str | None, str]]
+    """Type with its collation, whether NOT NULL, default, and how it is generated."""
+    constraints: Mapping[str, tuple[str, bool]]
+    """Definition, and whether it holds for the old rows too."""
+    indexes: Mapping[str, tuple[str, bool]]
+    """Definition without names, and whether it is complete."""
+
+
+def _check(connection: Connection, table: Table) -> list[Finding]:
+    name = connection.dialect.identifier_preparer.format_table(table)
+    there = connection.scalar(text("SELECT to_regclass(:name)::oid::int8"), {"name": name})
+    if there is None:
+        return [Finding("wrong", name, "is not there", "alembic upgrade head")]
+    try:
+        expected = _described_code(connection, table)
+    except ProgrammingError as error:
+        if "42501" not in sqlstates(error):
+            raise
+        return [
+            Finding(
+                "advice",
+                name,
+                "could not be compared with the code: this role may make no temporary tables",
+                "GRANT TEMPORARY ON DATABASE … TO …",
+            )
+        ]
+    found = _described(connection, there)
+    return [
+        *_check_columns(name, table, expected, found),
+        *_check_constraints(name, table, expected, found),
+        *_check_indexes(name, table, expected, found),
+    ]
+
+
+def _described_code(connection: Connection, table: Table) -> _Described:
+    metadata = MetaData(naming_convention=table.metadata.naming_convention)
+    copy = table.to_metadata(metadata, schema="pg_temp")
+    with connection.begin_nested() as savepoint:
+        copy.create(connection, checkfirst=False)
+        oid = connection.scalar(
+            text("SELECT to_regclass(:name)::oid::int8"),
+            {"name": connection.dialect.identifier_preparer.format_table(copy)},
+        )
+        described = _described(connection, oid)
+        savepoint.rollback()
+    return described
+
+
+def _described(connection: Connection, oid: int) -> _Described:
+    parameters = {"oid": oid}
+    return _Described(
+        columns={
+            row.name: (row.type, row.not_null, row.default, row.generated)
+            for row in connection.execute(_COLUMNS, parameters)
+        },
+        constraints={
+            row.name: (row.definition, row.validated) for row in connection.execute(_CONSTRAINTS, parameters)
+        },
+        indexes={row.name: (row.definition, row.valid) for row in connection.execute(_INDEXES, parameters)},
+    )
+
+
+def _check_columns(name: str, table: Table, expected: _Described, found: _Described) -> list[Finding]:
+    findings = []
+    for column, (type_, not_null, default, generated) in expected.columns.items():
+        if column not in found.columns:
+            added = CreateColumn(table.c[column]).compile(dialect=_DIALECT)
+            findings.append(
+                Finding("wrong", name, f"has no column {column}", f"ALTER TABLE {name} ADD COLUMN {added};")
+            )
+            continue
+        there = found.columns[column]
+        differences = [
+            f"{what} is {is_ or 'missing'}, the code has {expects or 'none'}"
+            for what, is_, expects in (
+                ("its type", there[0], type_),
+                ("NULL", "refused" if there[1] else "allowed", "refused" if not_null else "allowed"),
+                ("its default", there[2], default),
+                ("its identity", there[3], generated),
+            )
+            if is_ != expects
+        ]
+        findings += [Finding("wrong", name, f"column {column}: {each}") for each in differences]
+    for column, (_, not_null, default, generated) in found.columns.items():
+        if column not in expected.columns and not_null and default is None and not generated:
+            findings.append(
+                Finding(
+                    "wrong",
+                    name,
+                    f"column {column} is not the code's, NOT NULL and without a default: "
+                    "no row can be written",
+                    f"ALTER TABLE {name} ALTER COLUMN {_quoted(column)} DROP NOT NULL;",
+                )
+            )
+    return findings
+
+
+def _check_constraints(name: str, table: Table, expected: _Described, found: _Described) -> list[Finding]:
+    findings = []
+    by_definition = dict(found.constraints.values())
+    for constraint, (definition, _) in expected.constraints.items():
+        if definition in by_definition:  # under whatever name
+            if not by_definition[definition]:
+                findings.append(
+                    Finding(
+                        "wrong",
+                        name,
+                        f"constraint {constraint} was not validated: old rows may break it",
+                        f"ALTER TABLE {name} VALIDATE CONSTRAINT {_quoted(constraint)};",
+                    )
+                )
+            continue
+        there = found.constraints.get(constraint)
+        message = f"constraint {constraint} is missing"
+        if there is not None:
+            message = f"constraint {constraint} is {there[0]}, the code has {definition}"
+        remedy = None
+        for item in table.constraints:
+            if isinstance(item, CheckConstraint) and item.name == constraint:
+                drop = f"ALTER TABLE {name} DROP CONSTRAINT {_quoted(constraint)};\n" if there else ""
+                remedy = f"{drop}{AddConstraint(item).compile(dialect=_DIALECT)};"
+        findings.append(Finding("wrong", name, message, remedy))
+    return findings
+
+
+def _check_indexes(name: str, table: Table, expected: _Described, found: _Described) -> list[Finding]:
+    findings = []
+    by_definition = {definition: (index, valid) for index, (definition, valid) in found.indexes.items()}
+    for index, (definition, _) in expected.indexes.items():
+        if definition in by_definition:
+            other, valid = by_definition[definition]
+            if not valid:
+                schema = f"{_quoted(table.schema)}." if table.schema is not None else ""
+                findings.append(
+                    Finding(
+                        "wrong",
+                        name,
+                        f"index {other} is not complete: CREATE INDEX CONCURRENTLY was broken off",
+                        f"REINDEX INDEX CONCURRENTLY {schema}{_quoted(other)};",
+                    )
+                )
+            continue
+        there = found.indexes.get(index)
+        message = f"index {index} is missing: {definition}"
+        if there is not None:
+            message = f"index {index} is {there[0]}, the code has {definition}"
+        remedy = "\n".join(
+            [
+                *([f"DROP INDEX CONCURRENTLY {_quoted(index)};"] if there is not None else []),
+                *(
+                    str(CreateIndex(item).compile(dialect=_DIALECT)).replace(
+                        "INDEX ", "INDEX CONCURRENTLY ", 1
+                    )
+                    + ";"
+                    for item in table.indexes
+                    if item.name == index
+                ),
+            ]
+        )
+        findings.append(Finding("wrong", name, message, remedy))
+    return findings
+
+
+def _quoted(name: str) -> str:
+    return _DIALECT.identifier_preparer.quote(name)
+
+
+_DIALECT = postgresql.dialect()  # type: ignore[no-untyped-call]  # so in SQLAlchemy
+
+_OID = bindparam("oid", type_=BigInteger)
+
+_COLUMNS = text("""
+SELECT attname AS name,
+       format_type(atttypid, atttypmod)
+           || CASE WHEN attcollation <> typcollation THEN ' COLLATE ' || collname ELSE '' END AS type,
+       attnotnull AS not_null,
+       CASE WHEN attidentity = '' AND attgenerated = '' THEN pg_get_expr(adbin, adrelid) END AS default,
+       CASE attidentity WHEN 'a' THEN 'ALWAYS' WHEN 'd' THEN 'BY DEFAULT' ELSE '' END AS generated
+FROM pg_catalog.pg_attribute
+JOIN pg_catalog.pg_type ON pg_type.oid = atttypid
+LEFT JOIN pg_catalog.pg_collation ON pg_collation.oid = attcollation
+LEFT JOIN pg_catalog.pg_attrdef ON adrelid = attrelid AND adnum = attnum
+WHERE attrelid = CAST(:oid AS oid) AND attnum > 0 AND NOT attisdropped
+ORDER BY attnum
+""").bindparams(_OID)
+
+_CONSTRAINTS = text("""
+SELECT conname AS name, regexp_replace(pg_get_constraintdef(oid), ' NOT VALID$', '') AS definition,
+       convalidated AS validated
+FROM pg_catalog.pg_constraint
+WHERE conrelid = CAST(:oid AS oid) AND contype IN ('c', 'p', 'u')
+ORDER BY conname
+""").bindparams(_OID)
+
+_INDEXES = text("""
+SELECT relname AS name,
+       CASE WHEN indisunique THEN 'UNIQUE ' ELSE '' END
+           || regexp_replace(pg_get_indexdef(indexrelid), '^.*? USING ', '') AS definition,
+       indisvalid AS valid
+FROM pg_catalog.pg_index
+JOIN pg_catalog.pg_class ON pg_class.oid = indexrelid
+WHERE indrelid = CAST(:oid AS oid) AND NOT indisprimary
+  AND NOT EXISTS (SELECT FROM pg_catalog.pg_constraint WHERE conindid = indexrelid)
+ORDER BY relname
+""").bindparams(_OID)

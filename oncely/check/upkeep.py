@@ -1,0 +1,79 @@
+"""Upkeep: what autovacuum was told about tables in which every row changes and most are deleted.
+
+By default autovacuum comes when a fifth of a table is dead. A queue that keeps ten million published
+events for a week would then carry two million dead ones, and a claims table of a hundred rows, each
+written and deleted in seconds, is read through thousands of dead ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from sqlalchemy import Table, text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from oncely.check.finding import Finding
+
+__all__ = ["check_upkeep"]
+
+_RECOMMENDED = {
+    "outbox": {"autovacuum_vacuum_scale_factor": "0.01", "autovacuum_vacuum_insert_scale_factor": "0.05"},
+    "outbox_claims": {"autovacuum_vacuum_scale_factor": "0", "autovacuum_vacuum_threshold": "1000"},
+    "inbox": {"autovacuum_vacuum_scale_factor": "0.02"},
+    "idempotency_keys": {"autovacuum_vacuum_scale_factor": "0.02"},
+    "webhooks": {"autovacuum_vacuum_scale_factor": "0.01"},
+}
+"""By what `Table.info["oncely"]` says."""
+
+
+async def check_upkeep(connection: AsyncConnection, tables: Iterable[Table]) -> list[Finding]:
+    """Tables without settings of their own for autovacuum, and autovacuum that is off.
+
+    A setting that is there is the user's choice, whatever it says.
+    """
+    findings = []
+    if await connection.scalar(text("SELECT current_setting('autovacuum')")) == "off":
+        findings.append(
+            Finding(
+                "wrong",
+                "autovacuum",
+                "is off for the whole server: nothing removes dead rows",
+                "ALTER SYSTEM SET autovacuum = on;\nSELECT pg_reload_conf();",
+            )
+        )
+    for table in tables:
+        recommended = _RECOMMENDED.get(table.info.get("oncely", ""))
+        name = connection.dialect.identifier_preparer.format_table(table)
+        options = await connection.scalar(_OPTIONS, {"name": name})
+        if recommended is not None and options is not None:
+            findings += _check(name, dict(option.split("=", 1) for option in options), recommended)
+    return findings
+
+
+def _check(name: str, options: Mapping[str, str], recommended: Mapping[str, str]) -> list[Finding]:
+    if options.get("autovacuum_enabled", "true").lower() in ("false", "off", "no", "0"):
+        return [
+            Finding(
+                "wrong",
+                name,
+                "autovacuum is off for this table: nothing removes its dead rows",
+                f"ALTER TABLE {name} RESET (autovacuum_enabled);",
+            )
+        ]
+    missing = {setting: value for setting, value in recommended.items() if setting not in options}
+    if not missing:
+        return []
+    settings = ", ".join(f"{setting} = {value}" for setting, value in missing.items())
+    return [
+        Finding(
+            "advice",
+            name,
+            "autovacuum comes as late as for any table: " + ", ".join(missing),
+            f"ALTER TABLE {name} SET ({settings});",
+        )
+    ]
+
+
+_OPTIONS = text("""
+SELECT coalesce(reloptions, '{}') FROM pg_catalog.pg_class WHERE oid = to_regclass(:name)
+""")

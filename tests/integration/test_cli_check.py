@@ -1,0 +1,234 @@
+"""`oncely check`: what is wrong with the tables, the server and the settings, and nothing that is not."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from oncely.testing import EmbeddedPostgres
+from tests.command import Shop, oncely
+from tests.outboxes import emit, execute
+
+pytestmark = pytest.mark.in_schema
+
+
+async def findings(shop: Shop, *words: str, target: str = "rooms") -> list[tuple[str, str, str, str | None]]:
+    """What the command finds, without the advice that every new table gets."""
+    ran = await oncely("check", shop.target(target), "--json", *words)
+    assert ran.stderr == ""
+    found = [
+        (each["severity"], each["about"].replace("oncely_test.", ""), each["message"], each["remedy"])
+        for each in ran.json["findings"]
+        if "autovacuum comes as late" not in each["message"]
+    ]
+    wrong = any(severity == "wrong" for severity, *_ in found)
+    assert (ran.exit_code, ran.json["ok"]) == (int(wrong), not wrong)
+    return found
+
+
+async def test_tables_as_the_code_makes_them_have_no_findings(shop: Shop) -> None:
+    assert await findings(shop) == []
+
+
+async def test_it_leaves_nothing_behind(shop: Shop) -> None:
+    before = await everything(shop.engine)
+    await oncely("check", shop.target("rooms"))
+    assert await everything(shop.engine) == before
+
+
+async def everything(engine: AsyncEngine) -> list[Any]:
+    async with engine.connect() as connection:
+        return list(
+            await connection.execute(
+                text(
+                    "SELECT relnamespace::regnamespace::text, relname, relkind FROM pg_class ORDER BY 1, 2, 3"
+                )
+            )
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            "ALTER TABLE outbox DROP COLUMN dedup_key",
+            [
+                ("outbox", "has no column dedup_key"),
+                ("outbox", "index outbox_dedup_idx is missing: "),
+            ],
+        ),
+        (
+            "ALTER TABLE outbox ALTER COLUMN topic TYPE varchar(50)",
+            [("outbox", "column topic: its type is character varying(50), the code has text")],
+        ),
+        (
+            "ALTER TABLE outbox ALTER COLUMN key SET NOT NULL",
+            [("outbox", "column key: NULL is refused, the code has allowed")],
+        ),
+        (
+            "ALTER TABLE inbox ALTER COLUMN handled_at DROP DEFAULT",
+            [("inbox", "column handled_at: its default is missing, the code has now()")],
+        ),
+        (
+            "ALTER TABLE outbox ADD COLUMN tenant text; ALTER TABLE outbox ALTER COLUMN tenant SET NOT NULL",
+            [
+                (
+                    "outbox",
+                    "column tenant is not the code's, NOT NULL and without a default: no row can be written",
+                )
+            ],
+        ),
+        (
+            "ALTER TABLE outbox DROP CONSTRAINT outbox_dead_check",
+            [("outbox", "constraint outbox_dead_check is missing")],
+        ),
+        (
+            """ALTER TABLE outbox DROP CONSTRAINT outbox_attempts_check;
+            ALTER TABLE outbox ADD CONSTRAINT outbox_attempts_check CHECK (attempts >= 0) NOT VALID""",
+            [("outbox", "constraint outbox_attempts_check was not validated: old rows may break it")],
+        ),
+        (
+            "ALTER TABLE inbox DROP CONSTRAINT inbox_pkey",
+            [("inbox", "constraint inbox_pkey is missing")],
+        ),
+        (
+            """DROP INDEX outbox_pending_idx;
+            CREATE INDEX outbox_pending_idx ON outbox (position) WHERE published_at IS NULL""",
+            [
+                (
+                    "outbox",
+                    'index outbox_pending_idx is btree ("position") WHERE (published_at IS NULL), the code ',
+                )
+            ],
+        ),
+        ("DROP TABLE inbox", [("inbox", "is not there")]),
+        (
+            "ALTER TABLE outbox SET (autovacuum_enabled = false)",
+            [("outbox", "autovacuum is off for this table")],
+        ),
+    ],
+)
+async def test_a_table_that_differs_is_wrong_and_comes_with_what_mends_it(
+    shop: Shop, change: str, expected: list[tuple[str, str]]
+) -> None:
+    for statement in change.split(";"):
+        await execute(shop.engine, statement)
+    found = await findings(shop)
+    assert [
+        (about, message[: len(start)])
+        for (_, about, message, _), (_, start) in zip(found, expected, strict=True)
+    ] == expected
+    assert {severity for severity, *_ in found} == {"wrong"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DROP INDEX outbox_pending_idx",
+        "ALTER TABLE outbox DROP CONSTRAINT outbox_dead_check",
+        "ALTER TABLE outbox DROP COLUMN dedup_key",
+        "ALTER TABLE outbox ADD COLUMN tenant text; ALTER TABLE outbox ALTER COLUMN tenant SET NOT NULL",
+        "ALTER TABLE outbox SET (autovacuum_enabled = false)",
+        """DROP INDEX outbox_pending_idx;
+        CREATE INDEX outbox_pending_idx ON outbox (position) WHERE published_at IS NULL""",
+    ],
+)
+async def test_the_remedy_mends(shop: Shop, change: str) -> None:
+    for statement in change.split(";"):
+        await execute(shop.engine, statement)
+    autocommit = shop.engine.execution_options(isolation_level="AUTOCOMMIT")
+    for _, _, _, remedy in await findings(shop):
+        assert remedy is not None
+        for statement in remedy.rstrip(";").split(";\n"):
+            async with autocommit.connect() as connection:
+                await connection.execute(text(statement))
+    assert await findings(shop) == []
+
+
+async def test_what_the_user_added_or_renamed_is_the_users_own(shop: Shop) -> None:
+    await execute(shop.engine, "ALTER TABLE outbox ADD COLUMN tenant text")
+    await execute(shop.engine, "CREATE INDEX of_our_own ON outbox (topic)")
+    await execute(shop.engine, "ALTER INDEX outbox_pending_idx RENAME TO ix_pending")
+    await execute(shop.engine, "ALTER TABLE outbox RENAME CONSTRAINT outbox_dead_check TO ck_dead")
+    assert await findings(shop) == []
+
+
+@asynccontextmanager
+async def open_transaction(engine: AsyncEngine, statement: str) -> AsyncIterator[AsyncConnection]:
+    async with engine.connect() as connection:
+        await connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"))
+        await connection.execute(text("SELECT set_config('application_name', 'month-end report', true)"))
+        await connection.execute(text(statement))
+        yield connection
+
+
+async def test_a_transaction_that_stays_open_is_named_by_process_and_application(shop: Shop) -> None:
+    await emit(shop.outbox, shop.sessions, 1)
+    async with open_transaction(shop.engine, "SELECT 1") as connection:
+        pid = await connection.scalar(text("SELECT pg_backend_pid()"))
+        assert await findings(shop) == []  # for less than a minute
+        held = [
+            each
+            for each in await findings(shop, "--open-for", "0s")
+            if each[1] == f"process {pid} (month-end report)"
+        ]
+        ((severity, _, message, remedy),) = held
+        others = [about for _, about, *_ in await findings(shop, "--open-for", "0s")]
+    assert severity == "wrong"
+    assert message.endswith("idle in transaction; it holds the horizon")
+    assert remedy == f"SELECT pg_terminate_backend({pid});"
+    assert "outbox" in others  # what the outbox carries along
+    await shop.engine.dispose()
+    assert pid not in [about for _, about, *_ in await findings(shop, "--open-for", "0s")]
+
+
+async def test_a_transaction_that_has_written_is_known(shop: Shop) -> None:
+    async with open_transaction(shop.engine, "CREATE TABLE something ()"):
+        messages = [message for _, _, message, _ in await findings(shop, "--open-for", "0s")]
+    assert any(
+        message.endswith("it has written: relays read again what was published since") for message in messages
+    )
+
+
+async def test_a_prepared_transaction_and_an_unused_slot_are_named(shop: Shop) -> None:
+    with EmbeddedPostgres({"wal_level": "logical"}) as server:
+        import psycopg
+
+        with psycopg.connect(server.dsn(), autocommit=True) as connection:
+            connection.execute("SELECT pg_create_physical_replication_slot('forgotten', true)")
+            connection.execute("BEGIN")
+            connection.execute("CREATE TABLE something ()")
+            connection.execute("PREPARE TRANSACTION 'it''s lost'")
+        url = server.url()
+        ran = await oncely("check", shop.target("rooms"), "--database-url", url, "--open-for", "0s", "--json")
+        found = {each["about"]: each["remedy"] for each in ran.json["findings"]}
+        assert ran.exit_code == 1
+        assert found["prepared transaction it's lost"] == "ROLLBACK PREPARED 'it''s lost';"
+        assert found["replication slot forgotten"] == "SELECT pg_drop_replication_slot('forgotten');"
+        with psycopg.connect(server.dsn(), autocommit=True) as connection:
+            connection.execute("ROLLBACK PREPARED 'it''s lost'")
+
+
+async def test_advice_on_autovacuum_is_to_be_pasted_and_then_gone(shop: Shop) -> None:
+    ran = await oncely("check", shop.target("rooms"))
+    assert ran.exit_code == 0
+    assert "    ALTER TABLE outbox_claims SET (" in ran.stdout.replace("oncely_test.", "")
+    assert ran.stdout.endswith("0 wrong, 5 to consider\n")
+    for line in ran.stdout.splitlines():
+        if line.startswith("    "):
+            await execute(shop.engine, line.strip().rstrip(";"))
+    ran = await oncely("check", shop.target("rooms"))
+    assert (ran.exit_code, ran.stdout) == (0, "0 wrong, 0 to consider\n")
+
+
+async def test_a_database_that_is_away_is_wrong(shop: Shop) -> None:
+    nowhere = "postgresql+asyncpg://nobody@127.0.0.1:1/nowhere"
+    ran = await oncely("check", shop.target("rooms"), "--database-url", nowhere, "--json")
+    assert ran.exit_code == 1
+    (finding,) = ran.json["findings"]
+    assert finding["message"].startswith("cannot be checked: the database cannot be reached: ")
