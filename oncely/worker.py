@@ -103,7 +103,7 @@ class Worker:
             self._named[self._free_name(service.name)] = service
         self.services = services
         self.grace = grace
-        self.close = tuple(close)
+        self.closing = tuple(close)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ending = asyncio.Event()
 
@@ -194,10 +194,10 @@ class Worker:
             task.cancel()
 
     async def _close(self) -> None:
-        for close in self.close:
+        for close in self.closing:
             try:
                 # A server that does not answer is not waited for.
-                await within(_awaited(close), self.grace / 10 / len(self.close))
+                await within(_awaited(close), self.grace / 10 / len(self.closing))
             except Exception as error:  # noqa: BLE001  the others are to be closed as well
                 _log.warning("could not close %r: %r", close, error)
 

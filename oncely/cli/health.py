@@ -32,7 +32,7 @@ def with_health_server(worker: Worker, *, host: str, port: int) -> Worker:
         return [each for each in served.health() if each.name != server.name]
 
     server = HealthServer(others, host=host, port=port)
-    served = Worker(*worker.services, server, grace=worker.grace, close=worker.close)
+    served = Worker(*worker.services, server, grace=worker.grace, close=worker.closing)
     return served
 
 
