@@ -24,7 +24,7 @@ RULES: list[dict[str, Any]] = [
 ]
 
 STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"')
-WORDS = {"sum", "max", "by", "and", "or", "rate", "increase", "deriv", "histogram_quantile"}
+WORDS = {"sum", "max", "by", "and", "or", "unless", "rate", "increase", "deriv", "histogram_quantile"}
 
 
 def expressions() -> Iterator[str]:
@@ -36,7 +36,7 @@ def expressions() -> Iterator[str]:
 def names_in(expression: str) -> set[str]:
     """The names of metrics in a PromQL expression: what is neither a word, a label, a range nor a string."""
     bare = re.sub(r"\bby\s*\([^)]*\)", "", STRINGS.sub('""', expression))
-    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", bare)
+    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]|\boffset \w+", "", bare)
     return set(re.findall(r"[a-zA-Z_:][a-zA-Z0-9_:]*", bare)) - WORDS
 
 
@@ -63,9 +63,9 @@ def series() -> dict[str, set[str]]:
 def test_a_name_is_found_wherever_it_stands() -> None:
     expression = (
         'histogram_quantile(0.99, sum by (le, topic) (rate(a_seconds_bucket{x="not_this"}[5m])))'
-        " > 1.5 and max by (b) (c_total) > 1"
+        " > 1.5 and max by (b) (c_total unless d_total offset 5m) > 1"
     )
-    assert names_in(expression) == {"a_seconds_bucket", "c_total"}
+    assert names_in(expression) == {"a_seconds_bucket", "c_total", "d_total"}
     assert labels_in(expression) == {"topic", "x", "b"}
 
 
