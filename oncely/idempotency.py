@@ -84,7 +84,8 @@ class IdempotencyKeys:
     """The keys of one application: a table on its MetaData, and what is done with it.
 
     `session` is everywhere an AsyncSession, an async_scoped_session or an AsyncConnection, whose
-    transaction the caller owns: nothing here commits it or rolls it back.
+    transaction the caller owns: nothing here commits it or rolls it back. The `observer` is told how
+    each request went (`oncely.telemetry.RequestGuarded`).
     """
 
     table: Table

@@ -46,7 +46,8 @@ class Inbox:
     """What the consumers of one application have handled: a table on its MetaData.
 
     `consumer` names who handles: two consumers of one event each handle it once. Keep rows (`prune`)
-    for longer than a message may take to come back, dead letters that are replayed included.
+    for longer than a message may take to come back, dead letters that are replayed included. The
+    `observer` is told which were first and which duplicates (`oncely.telemetry.MessageReceived`).
     """
 
     table: Table

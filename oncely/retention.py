@@ -64,7 +64,8 @@ class Retention:
         Retention(sessions, {outbox: timedelta(days=7), keys: timedelta(days=1)})
 
     Any number of them may run: they pass over each other's rows. A database that has not answered a
-    batch for `database_timeout` is away, and is tried again by `outage`.
+    batch for `database_timeout` is away, and is tried again by `outage`. The `observer` is told
+    how many rows went (`oncely.telemetry.RowsPruned`).
     """
 
     def __init__(

@@ -35,6 +35,8 @@ class Effects(TableStore):
     Of an error, the record keeps the class and a message of at most 1,000 characters; `redact`
     makes that message, where the exception's own must not be stored.
 
+    The `observer` is told how each run ended (`oncely.telemetry.EffectRun`).
+
     Below `run` is the store level (see `oncely.effects.Store`): claim, extend, finish, take, renew,
     get, records, purge, delete.
     """

@@ -77,7 +77,8 @@ class StreamConsumer:
     there is a `handler_timeout`; one that takes longer than that is cancelled, and has failed.
 
     `concurrency` handlers run together. `around(event, call)` wraps each event's handling,
-    `on_result(event, result, seconds, error)` is told how it ended.
+    `on_result(event, result, seconds, error)` is told how it ended, and so is the `observer`, which may
+    also put the handlers into the trace in which the event was emitted (see `oncely.telemetry`).
 
     `count` entries are read at a time: what a worker has read waits there, so with slow handlers and
     several workers choose it near `concurrency`. Once stopped it reads nothing more, gives running

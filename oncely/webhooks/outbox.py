@@ -42,7 +42,8 @@ _DAY = timedelta(days=1)
 class Webhooks:
     """The webhooks of one application: a table on its MetaData, and what is done with it.
 
-    `keyring` seals and opens. `horizon`, 1 to 7 days from enqueue, is how long a webhook is tried.
+    `keyring` seals and opens. `horizon`, 1 to 7 days from enqueue, is how long a webhook is tried. The
+    `observer` is told what happens here and in the workers of this table.
     """
 
     table: Table
