@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from sqlalchemy import Connection, Integer, MetaData, Table, Text, Transaction, Uuid
-from sqlalchemy.event import listen, remove
+from sqlalchemy import Connection, Integer, MetaData, Table, Text, Transaction, Uuid, text
+from sqlalchemy.engine import ExceptionContext
+from sqlalchemy.event import contains, listen, remove
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction
@@ -64,7 +65,6 @@ class Inbox:
         self._observer = guarded(observer)
         tables = {"inbox": self.table}
         self._insert = Statement(_INSERT, tables, {"consumer": Text, "event_id": Uuid})
-        self._row = Statement(_ROW, tables, {"consumer": Text, "event_id": Uuid})
         self._stats = Statement(_STATS, tables, {"at_most": Integer})
         self._prune = Statement(_PRUNE, tables, CUTOFF | {"limit": Integer})
         self._prunable = Statement(_PRUNABLE, tables, CUTOFF | {"at_most": Integer})
@@ -114,7 +114,8 @@ class Inbox:
         Each call is one transaction of its own, which holds the row and what `handle` writes. When
         `handle` has ended it, or caught the error of a statement, after which PostgreSQL rolls back
         whatever follows, that is TransactionEnded, and the message comes again. A statement that may
-        fail belongs in a savepoint: `async with session.begin_nested()`.
+        fail belongs in a savepoint: `async with session.begin_nested()`. Not seen is what goes past
+        SQLAlchemy: the text COMMIT or ROLLBACK, an error caught from the driver's own connection.
         """
         _check_consumer(consumer)
         check_async(handle, "handle")
@@ -124,9 +125,10 @@ class Inbox:
                 transaction = session.sync_session.begin()
                 if not await self._is_first(session, event, consumer):
                     return
+                _note_failures(session.sync_session.connection({"clause": self.table}))
                 with _kept_open(session, self.table, transaction):
                     await handle(session, event)
-                await session.run_sync(self._commit, event, consumer)
+                await session.run_sync(self._commit)
             if self._observer is not None:
                 self._observer(MessageReceived(inbox=self.table.fullname, consumer=consumer, outcome="first"))
 
@@ -171,24 +173,22 @@ class Inbox:
             self._observer(MessageReceived(inbox=self.table.fullname, consumer=consumer, outcome="duplicate"))
         return is_first
 
-    def _commit(self, session: Session, event: Event, consumer: str) -> None:
-        """Commits, if the row is there, in the transaction that wrote it: only then is the work kept.
+    def _commit(self, session: Session) -> None:
+        """Commits, after a statement has failed only if the transaction still takes one.
 
-        PostgreSQL answers the commit of a transaction in which a statement has failed with a rollback,
-        and the drivers are content with that.
+        PostgreSQL answers the commit of a transaction in which a statement has failed, and not in a
+        savepoint, with a rollback, and the drivers are content with that.
         """
-        row = {"consumer": consumer, "event_id": event.id}
         connection = session.connection({"clause": self.table})
-        try:
-            is_there = connection.execute(self._row, row).scalar() is not None
-        except DBAPIError as error:
-            if "25P02" not in sqlstates(error):
-                raise
-            raise TransactionEnded(
-                "the work has caught the error of a statement, so its transaction cannot be committed"
-            ) from error
-        if not is_there:
-            raise TransactionEnded("the work has ended its inbox row's transaction by SQL of its own")
+        if connection.info.pop(_FAILED, False):
+            try:
+                connection.execute(_ANY)
+            except DBAPIError as error:
+                if "25P02" not in sqlstates(error):
+                    raise
+                raise TransactionEnded(
+                    "the work has caught the error of a statement, so its transaction cannot be committed"
+                ) from error
         session.commit()
 
 
@@ -237,6 +237,21 @@ def _check_consumer(consumer: str) -> None:
         raise InvalidKey("consumer is empty")
 
 
+def _note_failures(connection: Connection) -> None:
+    """From here on a statement that fails on this connection leaves a note; asking each time costs more."""
+    if not contains(connection.engine, "handle_error", _note_failure):
+        listen(connection.engine, "handle_error", _note_failure)
+    connection.info.pop(_FAILED, None)
+
+
+def _note_failure(context: ExceptionContext) -> None:
+    connection = context.connection
+    if connection is not None and not (context.is_disconnect or connection.closed or connection.invalidated):
+        connection.info[_FAILED] = True
+
+
+_ANY = text("SELECT 1")
+_FAILED = "oncely: a statement has failed"
 _WAS_TO_COMMIT = "the work was to commit the transaction that its inbox row is in"
 
 
@@ -249,12 +264,6 @@ def _started(connection: AsyncConnection) -> Connection:
 # back, this one is first.
 _INSERT = """
 INSERT INTO {inbox} (consumer, event_id) VALUES (:consumer, :event_id) ON CONFLICT DO NOTHING
-"""
-
-# An index look-up. xmin: the row that the transaction wrote itself, not one that it has committed before.
-_ROW = """
-SELECT 1 FROM {inbox}
-WHERE consumer = :consumer AND event_id = :event_id AND xmin = CAST(pg_current_xact_id() AS xid)
 """
 
 _STATS = """

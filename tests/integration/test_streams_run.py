@@ -69,11 +69,11 @@ async def test_it_handles_what_comes_and_takes_over_what_is_due(redis: Redis, st
 async def test_an_idle_consumer_waits_and_does_not_spin(redis: Redis, stream: str) -> None:
     consumer = StreamConsumer(redis, stream=stream)
     consumer.subscribe("*", Recorder())
-    before = (await redis.info("stats"))["total_commands_processed"]
+    before = await reads(redis)
     async with running(consumer):
-        await asyncio.sleep(1)
-    used = (await redis.info("stats"))["total_commands_processed"] - before
-    assert used < 60
+        began = time.monotonic()
+        await until(lambda: has_read(redis, before + 6))
+        assert time.monotonic() - began >= 0.5
 
 
 async def test_a_wait_that_is_longer_than_the_socket_timeout_is_no_failure(
@@ -86,8 +86,10 @@ async def test_a_wait_that_is_longer_than_the_socket_timeout_is_no_failure(
         began = time.monotonic()
         assert await consumer.run_once(block_ms=700) == 0
         assert 0.7 <= time.monotonic() - began < 2
-        waiting = asyncio.create_task(consumer.run_once(block_ms=30_000))
-        await asyncio.sleep(0.5)
+        async with Redis.from_url(redis_url) as other:
+            waits_since = await reads(other)
+            waiting = asyncio.create_task(consumer.run_once(block_ms=30_000))
+            await until(lambda: has_read(other, waits_since + 4))
         await stream_publisher(client, stream)(events("a"))
         assert await waiting == 1
 
@@ -143,7 +145,7 @@ async def test_an_outage_is_waited_out(own_valkey: EmbeddedValkey) -> None:
             await stream_publisher(redis, "orders")(events("a"))
             await until(lambda: has(handler, 1))
             own_valkey.kill()
-            await asyncio.sleep(0.1)
+            await until(lambda: waits(consumer))
             own_valkey.start()
             await stream_publisher(redis, "orders")(events("b"))
             await until(lambda: has(handler, 2))
@@ -250,7 +252,10 @@ async def test_what_an_outage_kept_from_being_handled_is_charged_no_attempt(
         assert seen == [("a", 1), ("b", 1), ("c", 1)]
 
 
-async def test_slow_retries_do_not_keep_what_is_new_waiting(redis: Redis, stream: str) -> None:
+async def test_slow_retries_do_not_keep_what_is_new_waiting(
+    redis: Redis, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oncely.streams.worker._ALONE", 0.1)
     await stream_publisher(redis, stream)(events(*range(30)))
     await deliver(redis, stream, "dead")
     handler = Recorder()
@@ -259,7 +264,7 @@ async def test_slow_retries_do_not_keep_what_is_new_waiting(redis: Redis, stream
     @consumer.subscribe("*")
     async def wait(event: Event) -> None:
         if event.payload != "new":
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.03)
 
     consumer.subscribe("*", handler)
     async with running(consumer):
@@ -644,7 +649,7 @@ async def test_a_slow_handler_does_not_hold_up_the_others(redis: Redis, stream: 
 
 
 async def test_what_is_due_again_waits_for_a_slow_handler_and_runs_alone(redis: Redis, stream: str) -> None:
-    go = asyncio.Event()
+    go, failed = asyncio.Event(), asyncio.Event()
     running_now: set[str] = set()
     retried: list[set[str]] = []
     consumer = StreamConsumer(redis, stream=stream, retry_after_ms=30)
@@ -656,6 +661,7 @@ async def test_what_is_due_again_waits_for_a_slow_handler_and_runs_alone(redis: 
             if event.payload == "slow":
                 await go.wait()
             elif event.attempt == 1:
+                failed.set()
                 raise ValueError
             else:
                 retried.append(set(running_now))
@@ -664,7 +670,9 @@ async def test_what_is_due_again_waits_for_a_slow_handler_and_runs_alone(redis: 
 
     await stream_publisher(redis, stream)(events("slow", "fails"))
     async with running(consumer):
-        await asyncio.sleep(0.2)
+        await failed.wait()
+        await until(lambda: is_older(redis, stream, 30))
+        await until(lambda: is_younger(redis, stream, 30))  # that is, it was taken over
         assert retried == []
         go.set()
         await until(lambda: called(retried, 1))
@@ -728,7 +736,7 @@ async def test_names_of_workers_that_are_gone_are_reaped_and_their_entries_kept(
         await consumer.run_once()
     await stream_publisher(redis, stream)(events("a"))
     await deliver(redis, stream, "died")
-    await asyncio.sleep(0.25)
+    await until(lambda: are_silent(redis, stream, 200))
     consumer = StreamConsumer(redis, stream=stream, consumer="new", retry_after_ms=20)
     consumer._group.due = [60_000]  # so that it leaves the entry where it is
     await consumer.run_once()
@@ -793,6 +801,30 @@ async def has(handler: Recorder, count: int) -> bool:
 
 async def waits(consumer: StreamConsumer) -> bool:
     return consumer.waits_for == "broker"
+
+
+async def reads(redis: Redis) -> int:
+    """How often the server was asked for new entries."""
+    calls = (await redis.info("commandstats")).get("cmdstat_xreadgroup", {"calls": 0})["calls"]
+    return int(calls)
+
+
+async def has_read(redis: Redis, count: int) -> bool:
+    return await reads(redis) >= count
+
+
+async def is_older(redis: Redis, stream: str, milliseconds: int) -> bool:
+    """Whether the second entry was given to somebody, or renewed, longer ago than that."""
+    _, second = await redis.xpending_range(stream, "workers", "-", "+", 2)
+    return int(second["time_since_delivered"]) >= milliseconds
+
+
+async def is_younger(redis: Redis, stream: str, milliseconds: int) -> bool:
+    return not await is_older(redis, stream, milliseconds)
+
+
+async def are_silent(redis: Redis, stream: str, milliseconds: int) -> bool:
+    return all(one["idle"] >= milliseconds for one in await redis.xinfo_consumers(stream, "workers"))
 
 
 async def has_handled(handler: Recorder, payload: object) -> bool:
