@@ -15,7 +15,7 @@ from sqlalchemy import ARRAY, Interval, Table, Text, Uuid
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.types import TypeEngine
 
-from oncely.errors import DedupKeyReused, InvalidKey
+from oncely.errors import DedupKeyReused, InvalidKey, RowsHidden
 from oncely.event import NewEvent, check_key, encode_json, uuid7
 from oncely.statement import Statement
 from oncely.telemetry.commit import tell_when_committed
@@ -134,14 +134,14 @@ class Emission:
         """Insert what is new and find the first event of what is not; ids in the order of the rows."""
         ids: dict[int, UUID] = {}
         left = list(range(len(rows)))
-        while left:
+        for _ in range(_MOST_TRIES):
             given = [rows[index] for index in left]
             result = await connection.execute(self._unique, _columns(given, _UNIQUE_EVENTS))
             inserted = set(result.scalars())
             ids |= {index: rows[index]["id"] for index in left if rows[index]["id"] in inserted}
             left = [index for index in left if index not in ids]
             if not left:
-                break
+                return [ids[index] for index in range(len(rows))]
             given = [rows[index] for index in left]
             result = await connection.execute(self._find_first, _columns(given, _NAMES_AND_CONTENT))
             for line, first, same in result:
@@ -151,7 +151,13 @@ class Emission:
                 ids[index] = first
             # What is left was deleted between the two statements: insert it after all.
             left = [index for index in left if index not in ids]
-        return [ids[index] for index in range(len(rows))]
+            if not left:
+                return [ids[index] for index in range(len(rows))]
+        raise RowsHidden(self._events.fullname)
+
+
+_MOST_TRIES = 10
+"""Each but the first is for a row that was deleted in this very moment."""
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], names: Iterable[str]) -> dict[str, list[Any]]:

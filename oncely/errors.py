@@ -10,6 +10,7 @@ OncelyError
 ├── NoTransaction               the connection is in autocommit: nothing could be atomic on it
 ├── TransactionEnded            a message's work ended the transaction that its inbox row is in
 ├── TablesMissing               the database does not have the table: the migration has not run there
+├── RowsHidden                  a row is in the way, and the database does not show it to this role
 ├── TableNameTaken (ValueError) the MetaData has another table of that name
 ├── DedupKeyReused              an event's dedup_key came back with another event
 ├── CancelUnsafe                cancel cannot be right at the caller's isolation level
@@ -62,6 +63,7 @@ __all__ = [
     "PublisherUnavailable",
     "Refused",
     "Reject",
+    "RowsHidden",
     "SealBroken",
     "SealingKeyMissing",
     "SignatureInvalid",
@@ -197,6 +199,20 @@ class TablesMissing(OncelyError):
         return (
             f"table {self.name!r}, or one that belongs to it, does not exist in this database; "
             "run your migrations (alembic upgrade head)"
+        )
+
+
+class RowsHidden(OncelyError):
+    """A row of table `name` is in the way and is not to be seen: row level security, or a trigger."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+    def __str__(self) -> str:
+        return (
+            f"table {self.name!r} neither took the row nor shows the one that is in its way; "
+            "this role must see all rows, and no trigger may drop one"
         )
 
 

@@ -14,7 +14,7 @@ from uuid import UUID
 from sqlalchemy import Integer, Interval, LargeBinary, RowMapping, Table, Text, Uuid
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from oncely.errors import SealBroken, SealingKeyMissing, WebhookReused
+from oncely.errors import RowsHidden, SealBroken, SealingKeyMissing, WebhookReused
 from oncely.statement import Statement
 from oncely.webhooks.records import Resealed
 from oncely.webhooks.sealing import Content, Keyring, Routing, Sealed
@@ -71,7 +71,9 @@ class Rows:
             "horizon": horizon,
             **_stored(self._keyring.seal(content, row)),
         }
-        while (await connection.execute(self._insert, values)).rowcount == 0:
+        for _ in range(_MOST_TRIES):
+            if (await connection.execute(self._insert, values)).rowcount:
+                return row.id
             same = {"dedup_digest": row.dedup_digest, "key": row.key}
             found = (await connection.execute(self._find, same)).mappings().one_or_none()
             if found is None:
@@ -83,7 +85,7 @@ class Rows:
             ):
                 raise WebhookReused(row.key, first.id)
             return first.id
-        return row.id
+        raise RowsHidden(self._table.fullname)
 
     async def reseal(self, connection: AsyncConnection, *, after: UUID | None, limit: int) -> Resealed:
         """Seal the next rows with the key that writes; those that do not open are left as they are."""
@@ -127,6 +129,9 @@ def sealed(row: RowMapping) -> Sealed:
 ROUTING_AND_SEALED = """
 id, origin, url_digest, caller, account, type, signing_scope, key, dedup_digest, key_id, nonce, sealed
 """
+
+
+_MOST_TRIES = 10
 
 
 def _stored(sealing: Sealed) -> dict[str, object]:

@@ -14,7 +14,7 @@ from sqlalchemy import event, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
-from oncely import DedupKeyReused, NewEvent, Outbox
+from oncely import DedupKeyReused, NewEvent, Outbox, RowsHidden
 from oncely.testing import RecordingPublisher
 from oncely.transaction import is_retryable, sqlstates
 from tests.database import Database
@@ -286,3 +286,16 @@ async def test_when_the_row_is_gone_its_dedup_key_is_free(
             assert await outbox.discard(session) == 1
     [second] = await emit(outbox, sessions, 2, dedup_key="d")
     assert second != first
+
+
+async def test_a_row_that_the_database_hides_is_said_and_not_waited_for(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+) -> None:
+    """A trigger here, row level security elsewhere: neither written nor seen."""
+    await execute(
+        engine, "CREATE FUNCTION hide() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'"
+    )
+    await execute(engine, "CREATE TRIGGER hide BEFORE INSERT ON outbox FOR EACH ROW EXECUTE FUNCTION hide()")
+    async with asyncio.timeout(5), sessions.begin() as session:
+        with pytest.raises(RowsHidden):
+            await outbox.emit(session, "t", 1, dedup_key="d")

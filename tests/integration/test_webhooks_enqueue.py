@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely import InvalidKey, NoTransaction, is_retryable
-from oncely.errors import SealBroken, SealingKeyMissing, WebhookReused
+from oncely.errors import RowsHidden, SealBroken, SealingKeyMissing, WebhookReused
 from oncely.webhooks import Keyring, Webhooks
 from tests.conftest import DRIVERS
 from tests.database import Database
@@ -296,3 +296,18 @@ async def test_every_statement_keeps_to_the_callers_schema(database: Database, e
             assert await webhooks.sealed_with(session) == {"one": 1}
             assert (await webhooks.reseal(session)).resealed == 0
             assert await webhooks.prune(session) == 0
+
+
+async def test_a_row_that_the_database_hides_is_said_and_not_waited_for(
+    webhooks: Webhooks, sessions: Sessions, engine: AsyncEngine
+) -> None:
+    """A trigger here, row level security elsewhere: neither written nor seen."""
+    await execute(
+        engine, "CREATE FUNCTION hide() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'"
+    )
+    await execute(
+        engine, "CREATE TRIGGER hide BEFORE INSERT ON webhooks FOR EACH ROW EXECUTE FUNCTION hide()"
+    )
+    async with asyncio.timeout(5):
+        with pytest.raises(RowsHidden):
+            await enqueue(webhooks, sessions, "https://a.example.com/")
