@@ -67,6 +67,8 @@ retention = Retention(sessions, {{outbox: timedelta(days=7), keys: timedelta(day
 
 
 worker = Worker(relay, consumer, retention)
+calm = StreamConsumer(redis, stream={stream!r}, group="billing", concurrency=8)
+forgetful = [relay, calm, Retention(sessions, {{inbox: timedelta(days=30)}})]
 everything = [worker, inbox, effects, webhooks]
 outboxes = [outbox, sessions]
 rooms = (sessions, outbox, keys, inbox, effects, webhooks)

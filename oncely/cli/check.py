@@ -11,7 +11,15 @@ from typing import Annotated, Any
 import typer
 from sqlalchemy import Table
 
-from oncely.check import Finding, check_horizon, check_schema, check_settings, check_upkeep
+from oncely.check import (
+    Finding,
+    check_dead_events,
+    check_dead_letters,
+    check_horizon,
+    check_schema,
+    check_settings,
+    check_upkeep,
+)
 from oncely.cli.failure import WRONG, explain
 from oncely.cli.output import Json, print_json, print_line
 from oncely.cli.place import Place, placed
@@ -57,20 +65,27 @@ def check(
 async def _check(place: Place, open_for: timedelta) -> list[Finding]:
     findings = []
     async with open_rooms(place) as rooms:
+        forgotten_after = _forgotten_after(rooms)
         for sessionmaker, tables in _by_database(rooms):
             try:
                 async with asyncio.timeout(_PATIENCE):
-                    findings += await _check_database(sessionmaker, tables, open_for)
+                    findings += await _check_database(sessionmaker, tables, open_for, forgotten_after)
             except TimeoutError:
                 findings.append(_unseen(tables, f"no answer within {_PATIENCE} s"))
             except Exception as error:  # noqa: BLE001  it is reported, and the other databases are looked at
                 findings.append(_unseen(tables, explain(error)))
+        if forgotten_after is not None:
+            letters = [stream.dead_letters for stream in rooms.streams]
+            findings += await check_dead_letters(letters, forgotten_after=forgotten_after)
         findings += await check_settings(rooms.services, worker=rooms.worker)
     return findings
 
 
 async def _check_database(
-    sessionmaker: Sessionmaker, tables: Sequence[Table], open_for: timedelta
+    sessionmaker: Sessionmaker,
+    tables: Sequence[Table],
+    open_for: timedelta,
+    forgotten_after: timedelta | None,
 ) -> list[Finding]:
     async with sessionmaker() as session:
         connection = await session.connection(bind_arguments={"clause": tables[0]})
@@ -82,7 +97,17 @@ async def _check_database(
         outboxes = [table for table in tables if table.info.get("oncely") == "outbox"]
         findings += await check_horizon(connection, outboxes, longer_than=open_for)
         findings += await check_upkeep(connection, tables)
+        if forgotten_after is not None:
+            findings += await check_dead_events(connection, outboxes, forgotten_after=forgotten_after)
     return findings
+
+
+def _forgotten_after(rooms: Rooms) -> timedelta | None:
+    """When the most forgetful inbox forgets; None when none is told to."""
+    ages = [
+        rooms.ages[at.room.table.fullname] for at in rooms.inboxes if at.room.table.fullname in rooms.ages
+    ]
+    return min(ages, default=None)
 
 
 def _by_database(rooms: Rooms) -> list[tuple[Sessionmaker, list[Table]]]:

@@ -141,8 +141,7 @@ class StreamConsumer:
         self._watch = None if observed is None else Watch(observed, stream=stream, group=group)
         self._handling = Handling(around, on_result, handler_timeout, self._watch)
         due = _due_times(retry_after_ms, max_attempts, backoff_factor, backoff_maximum)
-        self.tried_for = timedelta(milliseconds=sum(due[1:max_attempts]))
-        """From a message's first attempt to its last, when each fails at once."""
+        self._tried_for_ms = sum(due[1:max_attempts]) + max(0, max_attempts - len(due)) * due[-1]
         self._group = Group(redis, stream, group, self.consumer, self.dead_letter_stream, due)
         self._in_flight = InFlight(self._group, self._handling, max_attempts)
         self._worker = Worker(
@@ -156,6 +155,11 @@ class StreamConsumer:
     @property
     def name(self) -> str:
         return f"StreamConsumer {self.stream}/{self.group}"
+
+    @property
+    def tried_for(self) -> timedelta:
+        """From a message's first attempt to its last, when each of them fails at once."""
+        return min(self._tried_for_ms, timedelta.max // _MILLISECOND) * _MILLISECOND
 
     @property
     def last_success(self) -> datetime | None:
@@ -301,6 +305,9 @@ class StreamConsumer:
 
 def _own_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
+
+
+_MILLISECOND = timedelta(milliseconds=1)
 
 
 def _due_times(first_ms: int, attempts: int, factor: float, maximum: timedelta) -> list[int]:

@@ -10,9 +10,10 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
+from oncely.event import uuid7
 from oncely.testing import EmbeddedPostgres
 from tests.command import Shop, oncely
-from tests.outboxes import emit, execute
+from tests.outboxes import emit, execute, fail
 
 pytestmark = pytest.mark.in_schema
 
@@ -232,3 +233,31 @@ async def test_a_database_that_is_away_is_wrong(shop: Shop) -> None:
     assert ran.exit_code == 1
     (finding,) = ran.json["findings"]
     assert finding["message"].startswith("cannot be checked: the database cannot be reached: ")
+
+
+async def test_dead_letters_that_the_inbox_may_have_forgotten(shop: Shop) -> None:
+    await emit(shop.outbox, shop.sessions, "old", "new")
+    await fail(shop.outbox, shop.sessions, "old", delay=None)
+    await fail(shop.outbox, shop.sessions, "new", delay=None)
+    await shop.redis.delete(f"{shop.stream}:dead")
+    assert await findings(shop, target="forgetful") == []
+    await execute(
+        shop.engine,
+        "UPDATE outbox SET dead_at = dead_at - interval '40 days' WHERE payload = '\"old\"'",
+    )
+    long_ago = 1_700_000_000_000
+    await shop.redis.execute_command(  # type: ignore[no-untyped-call]
+        *("XADD", f"{shop.stream}:dead", "*", "id", str(uuid7()), "topic", "t", "payload", "1"),
+        *("error", "E: e", "attempts", 5, "group", "billing", "entry", "1-1", "dead_at", long_ago),
+    )
+    found = await findings(shop, target="forgetful")
+    assert [
+        (severity, about, message.partition(" has been")[0]) for severity, about, message, _ in found
+    ] == [
+        ("advice", "outbox", "its oldest dead event"),
+        ("advice", f"{shop.stream}:dead", "its oldest dead letter"),
+    ]
+    assert found[0][2].endswith(
+        " has been there for 40 days, 0:00:00, and an inbox forgets after 30 days, 0:00:00: "
+        "what is replayed may be handled twice"
+    )

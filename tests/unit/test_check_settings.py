@@ -103,6 +103,23 @@ async def test_attempts_that_are_over_in_less_than_a_minute() -> None:
     assert await said(consumer(max_attempts=3, backoff_factor=2)) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [
+        ({}, 4 * 30),
+        ({"max_attempts": 1}, 0),
+        ({"max_attempts": 5, "backoff_factor": 2}, 30 + 60 + 120 + 240),
+        ({"max_attempts": 5, "backoff_factor": 2, "backoff_maximum": timedelta(seconds=60)}, 30 + 3 * 60),
+    ],
+)
+def test_how_long_a_message_is_tried(settings: dict[str, Any], seconds: int) -> None:
+    assert consumer(**settings).tried_for == seconds * SECOND
+
+
+def test_attempts_without_end_are_no_error() -> None:
+    assert consumer(max_attempts=10**15).tried_for > 1_000_000 * DAY
+
+
 async def test_a_worker_that_cuts_off_its_services() -> None:
     worker = Worker(relay(grace=15 * SECOND), grace=25 * SECOND)
     assert await said(worker=worker) == [
