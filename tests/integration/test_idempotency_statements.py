@@ -295,7 +295,7 @@ async def test_prune_goes_on_past_one_batch(shop: Shop) -> None:
     [
         (datetime(2026, 1, 1), None, "without a time zone"),  # noqa: DTZ001  that is the point
         (timedelta(seconds=-1), None, "below zero"),
-        (AGE, -1, "below zero"),
+        (AGE, -1, "limit must be 0 or more, not -1"),
     ],
 )
 async def test_prune_refuses_what_makes_no_sense(
