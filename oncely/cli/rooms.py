@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
 
-from sqlalchemy import Connection, Engine, MetaData, inspect, text
+from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
-from oncely.cli.address import connect, named
+from oncely.cli.address import connect
+from oncely.cli.discovery import Room, discover
 from oncely.cli.failure import WRONG_USE, Failure
 from oncely.cli.place import Place
 from oncely.cli.target import load
@@ -35,9 +36,7 @@ if TYPE_CHECKING:
     from oncely.streams import DeadLetters, StreamConsumer
     from oncely.webhooks import Webhooks
 
-__all__ = ["Room", "Rooms", "Stored", "Stream", "open_rooms"]
-
-Room: TypeAlias = "Outbox | IdempotencyKeys | Inbox | Effects | Webhooks"
+__all__ = ["Rooms", "Stored", "Stream", "open_rooms"]
 
 _R = TypeVar("_R", bound="Outbox | IdempotencyKeys | Inbox | Effects | Webhooks")
 
@@ -268,91 +267,22 @@ def _redis(url: str) -> Redis:
 
 
 async def _discover(finds: _Finds) -> None:
-    """Find tables by their columns, and make the objects that an application would have made."""
+    """Take what there is without a target: tables that are found, and streams that are named."""
     place = finds.place
     redis_url = place.redis_url or place.ambient_redis_url
-    if place.streams and redis_url is None:
-        raise Failure("a stream needs --redis-url or ONCELY_REDIS_URL, or a target", exit_code=WRONG_USE)
-    if redis_url is not None and place.streams:
+    if place.streams:
+        if redis_url is None:
+            raise Failure("a stream needs --redis-url or ONCELY_REDIS_URL, or a target", exit_code=WRONG_USE)
         redis = _redis(redis_url)
         for name in place.streams:
             finds.open_stream(redis, name, None)
-    if place.streams and not place.tables:
-        return
+        if not place.tables:
+            return
     sessionmaker = finds.asked or finds.ambient()
     if sessionmaker is None:
         raise Failure(
             "give a target (package.module:attribute), or --database-url or ONCELY_DATABASE_URL",
             exit_code=WRONG_USE,
         )
-    async with sessionmaker() as session:
-        connection = await session.connection()
-        tables = await connection.run_sync(_tables, place.schema)
-        where = named(connection.engine.url)
-    for kind, name in tables:
-        finds.add(_made(kind, name, place.schema), sessionmaker)
-    if not tables:
-        schema = f"schema {place.schema!r} of " if place.schema is not None else ""
-        raise Failure(
-            f"{schema}{where} has no tables of oncely's; run your migrations (alembic upgrade head), "
-            "or name their --schema"
-        )
-
-
-def _tables(connection: Connection, schema: str | None) -> list[tuple[str, str]]:
-    """Kind and name of each table of oncely's in the schema, told by its columns."""
-    there: dict[str, set[str]] = {}
-    if connection.dialect.name == "sqlite":
-        reflected = inspect(connection).get_multi_columns(schema=schema)
-        there = {name: {column["name"] for column in columns} for (_, name), columns in reflected.items()}
-    else:
-        for name, column in connection.execute(_COLUMNS, {"schema": schema}):
-            there.setdefault(name, set()).add(column)
-    kinds = {kind: set(_made(kind, kind, None).table.columns.keys()) for kind in _kinds()}
-    return [
-        (kind, name)
-        for kind, columns in kinds.items()
-        for name, found in sorted(there.items())
-        if columns <= found
-    ]
-
-
-# Not by SQLAlchemy's inspection, which warns of every type in the schema that it does not know.
-_COLUMNS = text(
-    """
-    SELECT relname, attname
-    FROM pg_catalog.pg_class
-    JOIN pg_catalog.pg_namespace ON pg_namespace.oid = relnamespace
-    JOIN pg_catalog.pg_attribute ON attrelid = pg_class.oid
-    WHERE nspname = coalesce(CAST(:schema AS text), current_schema())
-      AND relkind IN ('r', 'p') AND NOT relispartition AND attnum > 0 AND NOT attisdropped
-    """
-)
-
-
-def _kinds() -> list[str]:
-    kinds = ["outbox", "idempotency_keys", "inbox", "effects"]
-    try:
-        import oncely.webhooks  # noqa: F401  whether its extra is there
-    except ModuleNotFoundError:
-        return kinds
-    return [*kinds, "webhooks"]
-
-
-def _made(kind: str, name: str, schema: str | None) -> Room:
-    """The object for a table that was found. What operators do with it needs none of its settings."""
-    table: dict[str, Any] = {"table_name": name, "schema": schema}
-    metadata = MetaData()
-    if kind == "webhooks":
-        from oncely.webhooks import Keyring, Webhooks
-
-        # A key that never seals and never opens: operators read what is not sealed.
-        return Webhooks(metadata, keyring=Keyring({"none": bytes(32)}, write="none"), **table)
-    if kind == "effects":
-        return Effects(metadata, stale_after=timedelta(minutes=1), **table)
-    makers: dict[str, type[Outbox | IdempotencyKeys | Inbox]] = {
-        "outbox": Outbox,
-        "idempotency_keys": IdempotencyKeys,
-        "inbox": Inbox,
-    }
-    return makers[kind](metadata, **table)
+    for room in await discover(sessionmaker, schema=place.schema):
+        finds.add(room, sessionmaker)
