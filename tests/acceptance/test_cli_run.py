@@ -52,7 +52,7 @@ async def test_it_runs_the_worker_and_ends_with_0_when_it_is_told_to(
     services = f"Relay outbox, StreamConsumer {stream}/{GROUP}, Retention outbox"
     time = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
     assert [re.sub(time, "", line) for line in worker.lines] == [
-        f"INFO oncely.worker: running {services}; a stop takes up to 0:00:05",
+        f"INFO oncely.worker: running {services}; a stop takes up to 0:00:10",
         f"INFO oncely.streams: made group '{GROUP}' of stream '{stream}', which was not there",
         "begun handle nothing",
         "ended handle nothing",

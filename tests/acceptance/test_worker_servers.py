@@ -165,7 +165,7 @@ async def test_a_worker_that_is_started_before_its_database_and_its_broker_waits
     await own_engine.dispose()
     own_postgres.stop()
     own_valkey.stop()
-    worker = make_worker(own_postgres.url(), own_valkey.url, stream, timedelta(seconds=5))
+    worker = make_worker(own_postgres.url(), own_valkey.url, stream, timedelta(seconds=10))
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         group.create_task(worker.run(stop))

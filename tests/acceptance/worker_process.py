@@ -2,7 +2,7 @@
 
 It relays an outbox to the stream, handles what comes there, and prunes. A payload says what publishing
 it (topic "publish") or handling it (topic "handle") does; both tell on stdout what they have begun and
-ended. --grace is the worker's, in seconds; the services have a fifth of it. --uvloop, --bug.
+ended. --grace is the worker's, in seconds; the services have a tenth of it. --uvloop, --bug.
 """
 
 from __future__ import annotations
@@ -113,9 +113,15 @@ def make_worker(
                 await do(event)
         await send(events)
 
-    relay = Relay(outbox, sessions, publish, batch=10, outage=OFTEN, grace=grace / 5)
+    relay = Relay(outbox, sessions, publish, batch=10, outage=OFTEN, grace=grace / 10)
     consumer = StreamConsumer(
-        redis, stream=stream, group=GROUP, retry_after_ms=60_000, concurrency=4, outage=OFTEN, grace=grace / 5
+        redis,
+        stream=stream,
+        group=GROUP,
+        retry_after_ms=60_000,
+        concurrency=4,
+        outage=OFTEN,
+        grace=grace / 10,
     )
 
     async def query(event: Event) -> None:
@@ -130,7 +136,7 @@ def make_worker(
     consumer.subscribe("handle", do)
     consumer.subscribe("query", query)
     consumer.subscribe("publish", skip)
-    retention = Retention(sessions, {outbox: timedelta(days=1)}, outage=OFTEN, grace=grace / 5)
+    retention = Retention(sessions, {outbox: timedelta(days=1)}, outage=OFTEN, grace=grace / 10)
     services: list[Service] = [relay, consumer, retention]
     if bug:
         services.append(Bug())
@@ -140,14 +146,14 @@ def make_worker(
 def from_environment() -> Worker:
     """For `oncely run` and for a web application: DATABASE_URL, REDIS_URL and STREAM say where."""
     database, redis, stream = (os.environ[name] for name in ("DATABASE_URL", "REDIS_URL", "STREAM"))
-    return make_worker(database, redis, stream, timedelta(seconds=5), bug="BUG" in os.environ)
+    return make_worker(database, redis, stream, timedelta(seconds=10), bug="BUG" in os.environ)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     for name in ("database_url", "redis_url", "stream"):
         parser.add_argument(name)
-    parser.add_argument("--grace", type=float, default=5.0)
+    parser.add_argument("--grace", type=float, default=10.0)
     parser.add_argument("--bug", action="store_true")
     parser.add_argument("--uvloop", action="store_true")
     given = parser.parse_args()

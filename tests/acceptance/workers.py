@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from oncely.testing import EmbeddedPostgres, EmbeddedValkey
@@ -54,6 +54,15 @@ class Process:
     async def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         self.send(number)
         return await self.ends()
+
+    async def ends_when_it_is_told_again(self, number: signal.Signals) -> int:
+        """As `stop`, but it is told every now and then: two signals that come together are one."""
+        ending = asyncio.ensure_future(self.ends())
+        while not ending.done():
+            with suppress(ProcessLookupError):
+                self.send(number)
+            await asyncio.wait({ending}, timeout=0.2)
+        return ending.result()
 
     async def _read_line(self) -> bool:
         assert self._process.stdout is not None
