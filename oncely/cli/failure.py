@@ -85,7 +85,9 @@ def explain(error: BaseException) -> str:
     if isinstance(error, (Failure, OncelyError)):
         return str(error)
     if isinstance(error, DBAPIError):
-        said = _first_line(error.orig)
+        # SQLAlchemy 2.0 puts a class before what asyncpg says, which is the cause.
+        cause = error.orig.__cause__ if error.orig is not None else None
+        said = _first_line(cause if getattr(cause, "sqlstate", None) else error.orig)
         if is_unavailable(error):
             return f"the database cannot be reached: {said}"
         code = next(iter(sqlstates(error)), None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
+import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -331,3 +333,27 @@ async def test_a_database_that_went_away_is_one_line(shop: Shop, dead: Dead) -> 
     assert (ran.exit_code, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
     assert ran.stderr.startswith("oncely: the database cannot be reached: ")
     assert "hush" not in ran.stderr
+
+
+async def test_what_was_done_before_an_error_is_said(
+    shop: Shop, dead: Dead, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oncely.cli.dead.BATCH", 1)
+    refuse = (
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'not this one'; END $$"
+    )
+    await execute(engine, refuse)
+    when = "FOR EACH ROW WHEN (old.topic = 'order.sent') EXECUTE FUNCTION refuse()"
+    await execute(engine, f"CREATE TRIGGER refuse BEFORE UPDATE ON outbox {when}")
+    ran = await oncely("dead", "replay", shop.target("relay"), "--all", "--yes", "--json")
+    assert (ran.exit_code, ran.json["asked"], ran.json["done"]) == (1, 2, 1)
+    assert ran.stderr.splitlines()[-1] == "oncely: the database says: not this one (P0001)"
+    assert [str(event.id) for event in await dead_events(shop)] == [dead.second]
+
+
+async def test_a_reader_that_has_seen_enough_is_no_error(shop: Shop, dead: Dead, database: Database) -> None:
+    words = shlex.join(["dead", "list", *place(database), "--table", "outbox"])
+    command = f"{shlex.quote(sys.executable)} -m oncely.cli {words} | true"
+    shell = await asyncio.create_subprocess_shell(command, stderr=asyncio.subprocess.PIPE)
+    _, stderr = await shell.communicate()
+    assert stderr == b""
