@@ -2,8 +2,8 @@
 
 A key is held by its *heads*, entries that are pending and have failed or were given back, here or at
 whoever took them over. Its *followers* are entries of this worker that come later in the stream.
-They are ready when no head is pending any more; until then this worker keeps them young, so that
-nobody takes them over.
+They are ready when no head before them is pending any more; until then this worker keeps them young,
+so that nobody takes them over.
 """
 
 from __future__ import annotations
@@ -35,12 +35,7 @@ class HeldKeys:
     @property
     def ready(self) -> list[Entry]:
         """What waits for nothing any more."""
-        return [
-            entry
-            for key, waiting in self._followers.items()
-            if key not in self._heads
-            for entry in waiting.values()
-        ]
+        return [entry for key in self._followers for entry in self._ready_of(key)]
 
     def __contains__(self, entry_id: bytes) -> bool:
         """Whether an entry waits here."""
@@ -103,11 +98,13 @@ class HeldKeys:
     def pop_ready(self) -> list[list[Entry]]:
         """Takes out what is ready: one lane a key, in stream order."""
         lanes = []
-        for key in [key for key in self._followers if key not in self._heads]:
-            lane = sorted(self._followers.pop(key).values(), key=lambda entry: entry.position)
+        for key in list(self._followers):
+            lane = self._ready_of(key)
+            if lane:
+                self.dropped(entry.id for entry in lane)
+                lanes.append(lane)
             for entry in lane:
                 entry.stage = Stage.WAITING
-            lanes.append(lane)
         return lanes
 
     def clear(self) -> list[Entry]:
@@ -116,6 +113,16 @@ class HeldKeys:
         self._heads.clear()
         self._followers.clear()
         return waiting
+
+    def _ready_of(self, key: bytes) -> list[Entry]:
+        """The followers that come before every head, in stream order.
+
+        A head that was stolen may come after some: whoever has it may wait for them.
+        """
+        first = min(map(position, self._heads.get(key, ())), default=None)
+        waiting = self._followers[key].values()
+        ready = [entry for entry in waiting if first is None or entry.position < first]
+        return sorted(ready, key=lambda entry: entry.position)
 
     def _follow(self, key: bytes, entry: Entry) -> None:
         entry.stage = Stage.ENDED  # nobody's to handle until it is ready

@@ -192,6 +192,18 @@ def test_a_follower_that_was_stolen_is_waited_for() -> None:
     assert numbers(held.pop_ready()) == [[5]]
 
 
+def test_a_follower_does_not_wait_for_a_later_one_that_was_stolen_since_its_thief_may_wait_for_it() -> None:
+    held = HeldKeys()
+    held.hold(b"k", b"5-3", [entry(4), entry(5), entry(6)])
+    held.stolen([b"5-5"])
+    held.settled([b"5-3"])
+    assert [entry.id for entry in held.ready] == [b"5-4"]
+    assert numbers(held.pop_ready()) == [[4]]
+    assert held.heads == [b"5-5"]
+    held.settled([b"5-5"])
+    assert numbers(held.pop_ready()) == [[6]]
+
+
 def test_letting_go_returns_what_waited() -> None:
     held = HeldKeys()
     held.hold(b"k", b"5-3", [entry(4)])
