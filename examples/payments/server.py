@@ -101,7 +101,7 @@ def make_app(ledger: Ledger, *, forgetful: bool = False) -> FastAPI:
     async def charges(idempotency_key: str | None = None) -> list[dict[str, Any]]:
         return ledger.charges(idempotency_key)
 
-    @app.put("/fault", status_code=204, response_class=Response)
+    @app.put("/fault", status_code=204, response_class=Response, response_model=None)
     async def choose_fault(fault: Fault) -> None:
         faults[:] = [fault]
 
