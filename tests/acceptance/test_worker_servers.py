@@ -181,7 +181,7 @@ async def test_a_worker_that_is_started_before_its_database_and_its_broker_waits
 
             async def is_handled() -> bool:
                 [found] = await redis.xinfo_groups(stream)
-                return bool(found["entries-read"] == 1 and found["pending"] == 0)
+                return bool(found["last-delivered-id"] != b"0-0" and found["pending"] == 0)
 
             await until(is_handled)
         stop.set()
