@@ -36,6 +36,8 @@ class Balance:
     never_handled: int
     longest_pause: float
     dead_letters: int
+    dead_for: str | None = None
+    """Why the first event is dead that no publisher refused."""
 
     def mistakes(self) -> list[str]:
         """What is wrong when all is to be done."""
@@ -55,7 +57,8 @@ class Balance:
             "nothing was handled twice": (self.handled_twice, 0),
             "nothing was never handled": (self.never_handled, 0),
         }
-        return [f"{what}: {found} ≠ {due}" for what, (found, due) in wishes.items() if found != due]
+        wrong = [f"{what}: {found} ≠ {due}" for what, (found, due) in wishes.items() if found != due]
+        return wrong if self.dead_for is None else [*wrong, f"dead, and nobody refused it: {self.dead_for}"]
 
 
 _BALANCE = text("""
@@ -73,6 +76,9 @@ SELECT (SELECT count(*) FROM orders) AS committed,
        (SELECT count(*) FROM orders WHERE refused_by IS NULL AND NOT EXISTS (
            SELECT FROM handled WHERE handled.key = orders.key AND handled.number = orders.number)
        ) AS never_handled,
+       (SELECT payload::text || ' ' || attempts || ' ' || last_error FROM outbox
+        WHERE dead_at IS NOT NULL AND payload->>'refused_by' IS DISTINCT FROM 'publisher'
+        LIMIT 1) AS dead_for,
        (SELECT coalesce(max(extract(epoch FROM pause)), 0)::float8 FROM (
            SELECT at - lag(at) OVER (ORDER BY at) AS pause FROM handled) AS pauses) AS longest_pause
 """)

@@ -26,7 +26,7 @@ __all__ = ["Report", "soak"]
 EMITTERS, RELAYS, CONSUMERS = 2, 3, 3
 _KEPT = timedelta(seconds=5)  # published events, in the outbox
 _KEPT_IN_STREAM = 5_000
-_PATIENCE = 90.0  # seconds, for what is left in the end
+_PATIENCE = 30.0  # seconds without any progress, in the end
 
 
 @dataclass
@@ -97,13 +97,15 @@ async def _lay_out(stage: Stage, tables: Tables) -> None:
 
 async def _until_done(stage: Stage, redis: Redis) -> None:
     """Returns when nothing is left to do, or will be done: then the numbers show it."""
-    deadline = time.monotonic() + _PATIENCE
+    deadline, handled = time.monotonic() + _PATIENCE, 0
     while time.monotonic() < deadline:
         stage.replace_the_ended()
         try:
             balance = await balance_of(stage.engine, redis)
         except (DBAPIError, RedisError, OSError):
             continue  # our own connections were ended with the server's restart
+        if balance.handled > handled:
+            deadline, handled = time.monotonic() + _PATIENCE, balance.handled
         lag = (await StreamConsumer(redis, stream=STREAM).lag()).get("workers")
         if not balance.mistakes() and lag is not None and (lag.unread, lag.pending) == (0, 0):
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -41,10 +42,11 @@ def test_a_balance_that_is_right_has_no_mistakes() -> None:
         ({"dead_letters": 2}, ["a dead letter is what a handler refused: 2 ≠ 3"]),
         ({"handled": 94}, ["handled is all that nobody refused: 94 ≠ 95"]),
         ({"handled_twice": 1}, ["nothing was handled twice: 1 ≠ 0"]),
+        ({"dead_for": "a reason"}, ["dead, and nobody refused it: a reason"]),
         ({"never_handled": 1}, ["nothing was never handled: 1 ≠ 0"]),
     ],
 )
-def test_whatever_does_not_add_up_is_a_mistake(change: dict[str, int], mistakes: list[str]) -> None:
+def test_whatever_does_not_add_up_is_a_mistake(change: dict[str, Any], mistakes: list[str]) -> None:
     assert replace(RIGHT, **change).mistakes() == mistakes
 
 
