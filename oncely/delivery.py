@@ -129,8 +129,7 @@ class Courier:
 
     async def _deliver_one_by_one(self, delivery: Delivery, events: Sequence[Event]) -> None:
         broken: set[str] = set()
-        doubted: list[Event] = []
-        error: Exception | None = None
+        doubted: list[tuple[Event, Exception]] = []
         for event in events:
             if not delivery.in_time or len(doubted) >= 2 ** max(1, self._outages):
                 break
@@ -138,7 +137,7 @@ class Courier:
                 continue
             error = await self._deliver_alone(delivery, event)
             if error is None:
-                for each in doubted:
+                for each, _ in doubted:
                     if (again := await self._deliver_alone(delivery, each)) is not None:
                         self._count(delivery, each, again)
                 doubted.clear()
@@ -146,11 +145,10 @@ class Courier:
             if event.key is not None:
                 broken.add(event.key)
             if _is_outage(error):
-                doubted.append(event)
+                doubted.append((event, error))
             else:
                 self._count(delivery, event, error)
-        for event in doubted:
-            assert error is not None  # noqa: S101  a doubt comes from an error
+        for event, error in doubted:
             self._judge(delivery, event, error)
 
     async def _deliver_alone(self, delivery: Delivery, event: Event) -> Exception | None:

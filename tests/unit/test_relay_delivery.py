@@ -69,6 +69,16 @@ async def test_a_broker_that_is_away_ends_the_pass_and_counts_against_nobody(err
     assert outcome(batch) == {"a": "open", "b": "open"}
 
 
+async def test_a_rejected_event_is_not_the_death_of_one_before_it_that_the_broker_did_not_take() -> None:
+    events = event("a"), event("b")
+    courier_ = courier(Broker(a=AWAY, b=Reject("never")))
+    await courier_.deliver(delivery(*events))  # an outage: the next time they go one by one
+    batch = delivery(*events)
+    await courier_.deliver(batch)
+    assert outcome(batch) == {"a": "open", "b": "dead"}
+    assert batch.outage is AWAY
+
+
 async def test_a_publisher_that_takes_too_long_is_away() -> None:
     async def publish(events: Sequence[Event]) -> None:
         await asyncio.Event().wait()
