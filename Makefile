@@ -2,13 +2,19 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: test matrix demo faults soak check bench clean
+.PHONY: test coverage matrix wheel demo faults soak check bench clean
 
 test: .venv/installed
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile
 
+coverage: .venv/installed
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --timeout 400 --cov --cov-report=term-missing:skip-covered
+
 matrix: .venv/installed
 	$(BIN)/tox run $(if $(ONLY),-e $(ONLY))
+
+wheel: .venv/installed
+	$(BIN)/tox run -e core,wheel
 
 demo: .venv/installed
 	$(BIN)/python -m examples.shop.demo

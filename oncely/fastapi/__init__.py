@@ -1,5 +1,9 @@
 """Idempotent routes for FastAPI: the Idempotency-Key header, and the transaction its answer commits in."""
 
+from oncely.extras import needs
+
+needs("fastapi", "fastapi")
+
 from oncely.fastapi.fingerprint import request_fingerprint
 from oncely.fastapi.header import IdempotencyKeyHeader, InvalidKeyHeader
 from oncely.fastapi.kept import outcome_response

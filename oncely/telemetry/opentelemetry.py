@@ -16,6 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from oncely.extras import needs
+
+needs("opentelemetry", "opentelemetry.trace")
+
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.metrics import Meter, MeterProvider, get_meter

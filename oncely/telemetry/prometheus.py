@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
+from oncely.extras import needs
+
+needs("prometheus", "prometheus_client")
+
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from oncely.telemetry.metrics import METRICS, Metric

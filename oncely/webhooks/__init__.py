@@ -13,6 +13,10 @@ from oncely.errors import (
     SigningScopeUnknown,
     WebhookReused,
 )
+from oncely.extras import needs
+
+needs("webhooks", "cryptography", "h11", "http_message_signatures", "httpx")
+
 from oncely.webhooks.addresses import Lookup, is_public
 from oncely.webhooks.delivery import WebhookAttempt
 from oncely.webhooks.outbox import Webhooks

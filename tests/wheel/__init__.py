@@ -1,0 +1,1 @@
+"""What users install, used as they do: `make wheel`, where nothing of the checkout can be imported."""
