@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from typing import Any, TypeAlias, TypeVar
 
-from sqlalchemy import Connection, CursorResult, Executable, Table
+from sqlalchemy import Connection, CursorResult, Engine, Executable, Table
 from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
@@ -22,6 +22,7 @@ __all__ = [
     "Caller",
     "Sessionmaker",
     "alone",
+    "bind_of",
     "execute",
     "is_passing",
     "is_retryable",
@@ -117,6 +118,12 @@ async def transact(sessionmaker: Sessionmaker, table: Table, work: Callable[[Con
 async def alone(sessionmaker: Sessionmaker, table: Table, work: Callable[[Connection], _T]) -> _T:
     """The result of `work`, whose one statement is a transaction of its own: two round trips fewer."""
     return await _in_session(sessionmaker, table, work, isolation_level="AUTOCOMMIT")
+
+
+async def bind_of(sessionmaker: Sessionmaker, table: Table) -> Engine | Connection:
+    """What leads to the table, where a sessionmaker has several engines. Nothing is asked of it."""
+    async with sessionmaker() as session:
+        return session.sync_session.get_bind(clause=table)
 
 
 async def _in_session(

@@ -15,6 +15,7 @@ from sqlalchemy import Table, func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from oncely.check.finding import Finding
+from oncely.check.location import located, name_of
 
 if TYPE_CHECKING:
     from oncely.streams import DeadLetters
@@ -28,7 +29,7 @@ async def check_dead_events(
     """Outboxes whose oldest dead event an inbox that forgets so soon would handle again."""
     findings = []
     for table in outboxes:
-        name = connection.dialect.identifier_preparer.format_table(table)
+        name = name_of(*located(connection, [table]))
         if await connection.scalar(_IS_THERE, {"name": name}) is not True:
             continue  # which another check says
         oldest = await connection.scalar(

@@ -15,6 +15,7 @@ from sqlalchemy import Row, Table, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from oncely.check.finding import Finding
+from oncely.check.location import located, name_of
 
 __all__ = ["check_horizon"]
 
@@ -39,8 +40,8 @@ async def check_horizon(
     if not holders:
         return []
     carried = []
-    for table in outboxes:
-        name = connection.dialect.identifier_preparer.format_table(table)
+    for table in located(connection, outboxes):
+        name = name_of(table)
         row = (await connection.execute(_CARRIED, {"name": name})).one_or_none()
         if row is not None:
             carried.append(

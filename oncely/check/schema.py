@@ -6,16 +6,16 @@ with what PostgreSQL makes of the code's, and a difference in spelling is none.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import BigInteger, CheckConstraint, Connection, MetaData, Table, bindparam, text
-from sqlalchemy.dialects import postgresql
-from sqlalchemy.exc import ProgrammingError
+from sqlalchemy import BigInteger, Connection, MetaData, Table, bindparam, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.schema import AddConstraint, CreateColumn, CreateIndex
 
 from oncely.check.finding import Finding
+from oncely.check.location import PASTED, located, name_of
 from oncely.transaction import sqlstates
 
 __all__ = ["check_schema"]
@@ -25,10 +25,11 @@ async def check_schema(connection: AsyncConnection, tables: Iterable[Table]) -> 
     """How the tables that are there differ from these. The connection's transaction is rolled back.
 
     What a table has beyond the code's is the user's own, but for a column without which no row can be
-    written. Needs the right to make temporary tables, which every role has by default.
+    written. Needs the right to make temporary tables, which every role has by default, and a server that
+    can be written to; without them a table is only known to be there.
     """
     findings: list[Finding] = []
-    for table in tables:
+    for table in located(connection, tables):
         findings += await connection.run_sync(_check, table)
     await connection.rollback()
     return findings
@@ -45,23 +46,16 @@ class _Described:
 
 
 def _check(connection: Connection, table: Table) -> list[Finding]:
-    name = connection.dialect.identifier_preparer.format_table(table)
-    there = connection.scalar(text("SELECT to_regclass(:name)::oid::int8"), {"name": name})
+    name = name_of(table)
+    there = connection.scalar(_THERE, {"name": name})
     if there is None:
         return [Finding("wrong", name, "is not there", "alembic upgrade head")]
     try:
         expected = _described_code(connection, table)
-    except ProgrammingError as error:
-        if "42501" not in sqlstates(error):
+    except DBAPIError as error:
+        if (finding := _uncompared(connection, name, sqlstates(error))) is None:
             raise
-        return [
-            Finding(
-                "advice",
-                name,
-                "could not be compared with the code: this role may make no temporary tables",
-                "GRANT TEMPORARY ON DATABASE … TO …",
-            )
-        ]
+        return [finding]
     found = _described(connection, there)
     return [
         *_check_columns(name, table, expected, found),
@@ -70,16 +64,24 @@ def _check(connection: Connection, table: Table) -> list[Finding]:
     ]
 
 
+def _uncompared(connection: Connection, name: str, states: Collection[str]) -> Finding | None:
+    """What is said of a table when the code's may not be made beside it; None when that is not why."""
+    message = "could not be compared with the code: "
+    if "25006" in states:
+        return Finding("advice", name, message + "this server, or this role, only reads; check the primary")
+    if "42501" in states:
+        database, role = connection.execute(text("SELECT current_database(), current_user")).one()
+        remedy = f"GRANT TEMPORARY ON DATABASE {_quoted(database)} TO {_quoted(role)};"
+        return Finding("advice", name, message + "this role may make no temporary tables", remedy)
+    return None
+
+
 def _described_code(connection: Connection, table: Table) -> _Described:
     metadata = MetaData(naming_convention=table.metadata.naming_convention)
     copy = table.to_metadata(metadata, schema="pg_temp")
     with connection.begin_nested() as savepoint:
         copy.create(connection, checkfirst=False)
-        oid = connection.scalar(
-            text("SELECT to_regclass(:name)::oid::int8"),
-            {"name": connection.dialect.identifier_preparer.format_table(copy)},
-        )
-        described = _described(connection, oid)
+        described = _described(connection, connection.scalar(_THERE, {"name": name_of(copy)}))
         savepoint.rollback()
     return described
 
@@ -102,23 +104,23 @@ def _check_columns(name: str, table: Table, expected: _Described, found: _Descri
     findings = []
     for column, (type_, not_null, default, generated) in expected.columns.items():
         if column not in found.columns:
-            added = CreateColumn(table.c[column]).compile(dialect=_DIALECT)
+            added = CreateColumn(table.c[column]).compile(dialect=PASTED)
             findings.append(
                 Finding("wrong", name, f"has no column {column}", f"ALTER TABLE {name} ADD COLUMN {added};")
             )
             continue
         there = found.columns[column]
-        differences = [
-            f"{what} is {is_ or 'missing'}, the code has {expects or 'none'}"
-            for what, is_, expects in (
-                ("its type", there[0], type_),
-                ("NULL", "refused" if there[1] else "allowed", "refused" if not_null else "allowed"),
-                ("its default", there[2], default),
-                ("its identity", there[3], generated),
-            )
-            if is_ != expects
-        ]
-        findings += [Finding("wrong", name, f"column {column}: {each}") for each in differences]
+        compared = (
+            ("its type", there[0], type_, f"TYPE {type_}"),
+            ("NULL", *map(_null, (there[1], not_null)), f"{'SET' if not_null else 'DROP'} NOT NULL"),
+            ("its default", there[2], default, f"SET DEFAULT {default}" if default else "DROP DEFAULT"),
+            ("its identity", there[3], generated, None),  # whose numbers would have to go on
+        )
+        for what, is_, expects, change in compared:
+            if is_ != expects:
+                message = f"column {column}: {what} is {is_ or 'missing'}, the code has {expects or 'none'}"
+                altered = f"ALTER TABLE {name} ALTER COLUMN {_quoted(column)} {change};"
+                findings.append(Finding("wrong", name, message, altered if change is not None else None))
     for column, (_, not_null, default, generated) in found.columns.items():
         if column not in expected.columns and not_null and default is None and not generated:
             findings.append(
@@ -135,40 +137,43 @@ def _check_columns(name: str, table: Table, expected: _Described, found: _Descri
 
 def _check_constraints(name: str, table: Table, expected: _Described, found: _Described) -> list[Finding]:
     findings = []
-    by_definition = dict(found.constraints.values())
+    by_definition = _by_definition(found.constraints)
     for constraint, (definition, _) in expected.constraints.items():
         if definition in by_definition:  # under whatever name
-            if not by_definition[definition]:
+            other, is_valid = by_definition[definition]
+            if not is_valid:
                 findings.append(
                     Finding(
                         "wrong",
                         name,
-                        f"constraint {constraint} was not validated: old rows may break it",
-                        f"ALTER TABLE {name} VALIDATE CONSTRAINT {_quoted(constraint)};",
+                        f"constraint {other} was not validated: old rows may break it",
+                        f"ALTER TABLE {name} VALIDATE CONSTRAINT {_quoted(other)};",
                     )
                 )
             continue
         there = found.constraints.get(constraint)
         message = f"constraint {constraint} is missing"
+        drop = ""
         if there is not None:
             message = f"constraint {constraint} is {there[0]}, the code has {definition}"
-        remedy = None
-        for item in table.constraints:
-            if isinstance(item, CheckConstraint) and item.name == constraint:
-                drop = f"ALTER TABLE {name} DROP CONSTRAINT {_quoted(constraint)};\n" if there else ""
-                remedy = f"{drop}{AddConstraint(item).compile(dialect=_DIALECT)};"
-        findings.append(Finding("wrong", name, message, remedy))
+            drop = f"ALTER TABLE {name} DROP CONSTRAINT {_quoted(constraint)};\n"
+        added = [
+            f"{drop}{AddConstraint(item).compile(dialect=PASTED)};"
+            for item in table.constraints
+            if (item is table.primary_key if definition.startswith("PRIMARY") else item.name == constraint)
+        ]
+        findings.append(Finding("wrong", name, message, next(iter(added), None)))
     return findings
 
 
 def _check_indexes(name: str, table: Table, expected: _Described, found: _Described) -> list[Finding]:
     findings = []
-    by_definition = {definition: (index, valid) for index, (definition, valid) in found.indexes.items()}
+    schema = f"{_quoted(table.schema)}." if table.schema is not None else ""
+    by_definition = _by_definition(found.indexes)
     for index, (definition, _) in expected.indexes.items():
         if definition in by_definition:
-            other, valid = by_definition[definition]
-            if not valid:
-                schema = f"{_quoted(table.schema)}." if table.schema is not None else ""
+            other, is_valid = by_definition[definition]
+            if not is_valid:
                 findings.append(
                     Finding(
                         "wrong",
@@ -180,37 +185,41 @@ def _check_indexes(name: str, table: Table, expected: _Described, found: _Descri
             continue
         there = found.indexes.get(index)
         message = f"index {index} is missing: {definition}"
+        statements = []
         if there is not None:
             message = f"index {index} is {there[0]}, the code has {definition}"
-        remedy = "\n".join(
-            [
-                *([f"DROP INDEX CONCURRENTLY {_quoted(index)};"] if there is not None else []),
-                *(
-                    str(CreateIndex(item).compile(dialect=_DIALECT)).replace(
-                        "INDEX ", "INDEX CONCURRENTLY ", 1
-                    )
-                    + ";"
-                    for item in table.indexes
-                    if item.name == index
-                ),
-            ]
-        )
-        findings.append(Finding("wrong", name, message, remedy))
+            statements.append(f"DROP INDEX CONCURRENTLY {schema}{_quoted(index)};")
+        for item in table.indexes:
+            if item.name == index:
+                made = str(CreateIndex(item).compile(dialect=PASTED))
+                statements.append(made.replace("INDEX ", "INDEX CONCURRENTLY ", 1) + ";")
+        findings.append(Finding("wrong", name, message, "\n".join(statements)))
     return findings
 
 
+def _by_definition(found: Mapping[str, tuple[str, bool]]) -> dict[str, tuple[str, bool]]:
+    """Name and validity by the definition; of several alike a valid one."""
+    alike = sorted(found.items(), key=lambda item: item[1][1])
+    return {definition: (name, is_valid) for name, (definition, is_valid) in alike}
+
+
+def _null(refused: bool) -> str:
+    return "refused" if refused else "allowed"
+
+
 def _quoted(name: str) -> str:
-    return _DIALECT.identifier_preparer.quote(name)
+    return PASTED.identifier_preparer.quote(name)
 
 
-_DIALECT = postgresql.dialect()  # type: ignore[no-untyped-call]  # so in SQLAlchemy
+_THERE = text("SELECT to_regclass(:name)::oid::int8")
 
 _OID = bindparam("oid", type_=BigInteger)
 
 _COLUMNS = text("""
 SELECT attname AS name,
        format_type(atttypid, atttypmod)
-           || CASE WHEN attcollation <> typcollation THEN ' COLLATE ' || collname ELSE '' END AS type,
+           || CASE WHEN attcollation <> typcollation THEN ' COLLATE ' || quote_ident(collname) ELSE '' END
+           AS type,
        attnotnull AS not_null,
        CASE WHEN attidentity = '' AND attgenerated = '' THEN pg_get_expr(adbin, adrelid) END AS default,
        CASE attidentity WHEN 'a' THEN 'ALWAYS' WHEN 'd' THEN 'BY DEFAULT' ELSE '' END AS generated

@@ -20,7 +20,7 @@ from oncely.inbox import Inbox
 from oncely.outbox import Outbox
 from oncely.relay import Relay
 from oncely.retention import Retention
-from oncely.transaction import Sessionmaker
+from oncely.transaction import Sessionmaker, bind_of
 from oncely.worker import Worker
 
 if TYPE_CHECKING:
@@ -128,9 +128,9 @@ async def _check_pools(services: Sequence[object], consumers: Sequence[StreamCon
     users: dict[Engine, list[str]] = {}
     for service in services:
         for name, sessionmaker, table in _sessions(service):
-            engine = await _engine(sessionmaker, table)
-            if engine is not None:
-                users.setdefault(engine, []).append(name)
+            bind = await bind_of(sessionmaker, table)
+            if isinstance(bind, Engine):
+                users.setdefault(bind, []).append(name)
     findings = []
     handlers = sum(consumer.concurrency for consumer in consumers)
     for engine, names in users.items():
@@ -165,12 +165,6 @@ def _sessions(service: object) -> Iterable[tuple[str, Sessionmaker, Table]]:
             yield service.name, service.sessionmaker, prunable.table
     elif _is_webhook_worker(service):
         yield service.name, service.sessionmaker, service.webhooks.table
-
-
-async def _engine(sessionmaker: Sessionmaker, table: Table) -> Engine | None:
-    async with sessionmaker() as session:
-        bind = session.sync_session.get_bind(clause=table)
-    return bind if isinstance(bind, Engine) else None
 
 
 def _socket_timeout(client: Redis | RedisCluster) -> float | None:

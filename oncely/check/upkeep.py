@@ -13,6 +13,7 @@ from sqlalchemy import Table, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from oncely.check.finding import Finding
+from oncely.check.location import located, name_of
 
 __all__ = ["check_upkeep"]
 
@@ -29,7 +30,8 @@ _RECOMMENDED = {
 async def check_upkeep(connection: AsyncConnection, tables: Iterable[Table]) -> list[Finding]:
     """Tables without settings of their own for autovacuum, and autovacuum that is off.
 
-    A setting that is there is the user's choice, whatever it says.
+    A setting that is there is the user's choice, whatever it says. Of a partitioned table each partition
+    is looked at: it has no settings of its own.
     """
     findings = []
     if await connection.scalar(text("SELECT current_setting('autovacuum')")) == "off":
@@ -41,12 +43,13 @@ async def check_upkeep(connection: AsyncConnection, tables: Iterable[Table]) -> 
                 "ALTER SYSTEM SET autovacuum = on;\nSELECT pg_reload_conf();",
             )
         )
-    for table in tables:
+    for table in located(connection, tables):
         recommended = _RECOMMENDED.get(table.info.get("oncely", ""))
-        name = connection.dialect.identifier_preparer.format_table(table)
-        options = await connection.scalar(_OPTIONS, {"name": name})
-        if recommended is not None and options is not None:
-            findings += _check(name, dict(option.split("=", 1) for option in options), recommended)
+        if recommended is None:
+            continue
+        for partition, options in await connection.execute(_OPTIONS, {"name": name_of(table)}):
+            of_table = dict(option.split("=", 1) for option in options)
+            findings += _check(partition or name_of(table), of_table, recommended)
     return findings
 
 
@@ -75,5 +78,15 @@ def _check(name: str, options: Mapping[str, str], recommended: Mapping[str, str]
 
 
 _OPTIONS = text("""
-SELECT coalesce(reloptions, '{}') FROM pg_catalog.pg_class WHERE oid = to_regclass(:name)
+SELECT CASE WHEN level > 0 THEN leaf.oid::regclass::text END AS partition,
+       coalesce(leaf.reloptions, '{}') AS options
+FROM pg_catalog.pg_class
+CROSS JOIN LATERAL (
+    SELECT pg_class.oid AS leaf_oid, 0 AS level WHERE relkind <> 'p'
+    UNION ALL
+    SELECT relid, level FROM pg_catalog.pg_partition_tree(pg_class.oid) WHERE relkind = 'p' AND isleaf
+) AS leaves
+JOIN pg_catalog.pg_class AS leaf ON leaf.oid = leaf_oid
+WHERE pg_class.oid = to_regclass(:name)
+ORDER BY partition
 """)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import Annotated, Any
 
 import typer
-from sqlalchemy import Table
+from sqlalchemy import Connection, Engine, Table
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from oncely.check import (
     Finding,
@@ -25,12 +27,14 @@ from oncely.cli.output import Json, print_json, print_line
 from oncely.cli.place import Place, placed
 from oncely.cli.rooms import Rooms, Stored, open_rooms
 from oncely.cli.times import age
+from oncely.loop import within
 from oncely.outbox import Outbox
-from oncely.transaction import Sessionmaker
+from oncely.transaction import Sessionmaker, bind_of, is_unavailable
 
 __all__ = ["check"]
 
-_PATIENCE = 30  # seconds for one database
+_PATIENCE = timedelta(seconds=30)
+"""For one check of one database, or of a stream's dead letters."""
 
 
 @placed
@@ -66,19 +70,17 @@ async def _check(place: Place, open_for: timedelta) -> list[Finding]:
     findings = []
     async with open_rooms(place) as rooms:
         forgotten_after = _forgotten_after(rooms)
-        for sessionmaker, tables in _by_database(rooms):
-            try:
-                async with asyncio.timeout(_PATIENCE):
-                    findings += await _check_database(sessionmaker, tables, open_for, forgotten_after)
-            except TimeoutError:
-                findings.append(_unseen(tables, f"no answer within {_PATIENCE} s"))
-            except Exception as error:  # noqa: BLE001  it is reported, and the other databases are looked at
-                findings.append(_unseen(tables, explain(error)))
+        for sessionmaker, tables in await _by_engine(rooms):
+            findings += await _check_database(sessionmaker, tables, open_for, forgotten_after)
         if forgotten_after is not None:
-            letters = [stream.dead_letters for stream in rooms.streams]
-            findings += await check_dead_letters(letters, forgotten_after=forgotten_after)
+            for stream in rooms.streams:
+                look = partial(check_dead_letters, [stream.dead_letters], forgotten_after=forgotten_after)
+                findings += (await _looked(stream.dead_letters.dead_letter_stream, look))[0]
         findings += await check_settings(rooms.services, worker=rooms.worker)
-    return findings
+    # Of engines that lead to one server each sees the same; the times in what they say are not the same.
+    return list({(each.about, each.remedy or each.message): each for each in reversed(findings)}.values())[
+        ::-1
+    ]
 
 
 async def _check_database(
@@ -87,19 +89,45 @@ async def _check_database(
     open_for: timedelta,
     forgotten_after: timedelta | None,
 ) -> list[Finding]:
-    async with sessionmaker() as session:
-        connection = await session.connection(bind_arguments={"clause": tables[0]})
-        if connection.dialect.name != "postgresql":
-            return []
-        findings = await check_schema(connection, tables)
-    async with sessionmaker() as session:
-        connection = await session.connection(bind_arguments={"clause": tables[0]})
-        outboxes = [table for table in tables if table.info.get("oncely") == "outbox"]
-        findings += await check_horizon(connection, outboxes, longer_than=open_for)
-        findings += await check_upkeep(connection, tables)
-        if forgotten_after is not None:
-            findings += await check_dead_events(connection, outboxes, forgotten_after=forgotten_after)
+    outboxes = [table for table in tables if table.info.get("oncely") == "outbox"]
+    looks: list[tuple[Sequence[Table], Callable[[AsyncConnection], Awaitable[list[Finding]]]]] = [
+        (tables, partial(check_schema, tables=tables)),
+        (tables, partial(check_horizon, outboxes=outboxes, longer_than=open_for)),
+        (tables, partial(check_upkeep, tables=tables)),
+    ]
+    if forgotten_after is not None and outboxes:
+        dead_events = partial(check_dead_events, outboxes=outboxes, forgotten_after=forgotten_after)
+        looks.append((outboxes, dead_events))
+    findings: list[Finding] = []
+    for looked_at, look in looks:
+        about = ", ".join(table.fullname for table in looked_at)
+        found, was_answered = await _looked(about, partial(_on_connection, sessionmaker, tables[0], look))
+        findings += found
+        if not was_answered:
+            break
     return findings
+
+
+async def _on_connection(
+    sessionmaker: Sessionmaker, table: Table, look: Callable[[AsyncConnection], Awaitable[list[Finding]]]
+) -> list[Finding]:
+    async with sessionmaker() as session:
+        connection = await session.connection(
+            bind_arguments={"clause": table}, execution_options={"isolation_level": "READ COMMITTED"}
+        )
+        return await look(connection) if connection.dialect.name == "postgresql" else []
+
+
+async def _looked(
+    about: str, look: Callable[[], Coroutine[Any, Any, list[Finding]]]
+) -> tuple[list[Finding], bool]:
+    """What a check finds, and whether the server has answered; that it cannot look is a finding too."""
+    try:
+        return await within(look(), _PATIENCE), True
+    except TimeoutError:
+        return [_unseen(about, f"no answer within {_PATIENCE.seconds} s")], False
+    except Exception as error:  # noqa: BLE001  it is reported, and the others are looked at
+        return [_unseen(about, explain(error))], not is_unavailable(error)
 
 
 def _forgotten_after(rooms: Rooms) -> timedelta | None:
@@ -110,19 +138,28 @@ def _forgotten_after(rooms: Rooms) -> timedelta | None:
     return min(ages, default=None)
 
 
-def _by_database(rooms: Rooms) -> list[tuple[Sessionmaker, list[Table]]]:
-    """The tables that are reached by the same sessions, each once."""
-    found: dict[int, tuple[Sessionmaker, list[Table]]] = {}
+async def _by_engine(rooms: Rooms) -> list[tuple[Sessionmaker, list[Table]]]:
+    """The tables that are reached by the same engine, each once, and sessions that reach them."""
+    found: dict[Engine | Connection, tuple[Sessionmaker, list[Table]]] = {}
     kinds: list[Sequence[Stored[Any]]] = [rooms.outboxes, rooms.keys, rooms.inboxes, rooms.effects]
     for at in chain(*kinds, rooms.webhooks):
-        _, tables = found.setdefault(id(at.sessionmaker), (at.sessionmaker, []))
+        bind = await bind_of(at.sessionmaker, at.room.table)
+        _, tables = found.setdefault(bind, (at.sessionmaker, []))
         of_room = [at.room.table, at.room.claims] if isinstance(at.room, Outbox) else [at.room.table]
         tables += [table for table in of_room if table not in tables]
     return list(found.values())
 
 
-def _unseen(tables: Sequence[Table], reason: str) -> Finding:
-    return Finding("wrong", ", ".join(table.fullname for table in tables), f"cannot be checked: {reason}")
+def _distinct(findings: Sequence[Finding]) -> list[Finding]:
+    """Each once: engines that lead to one server see the same, and the times in what they say differ."""
+    by_remedy: dict[tuple[str, str], Finding] = {}
+    for finding in findings:
+        by_remedy.setdefault((finding.about, finding.remedy or finding.message), finding)
+    return list(by_remedy.values())
+
+
+def _unseen(about: str, reason: str) -> Finding:
+    return Finding("wrong", about, f"cannot be checked: {reason}")
 
 
 def _print(findings: Sequence[Finding]) -> None:

@@ -27,7 +27,7 @@ from oncely.inbox import Inbox
 from oncely.outbox import Outbox
 from oncely.relay import Relay
 from oncely.retention import Retention
-from oncely.transaction import Sessionmaker
+from oncely.transaction import Sessionmaker, bind_of
 from oncely.worker import Service, Worker
 
 if TYPE_CHECKING:
@@ -230,14 +230,16 @@ class _Finds:
         return None if url is None else self.connect(url)
 
     async def close(self) -> None:
+        engines: set[Engine] = set()
         for sessionmaker in self.sessionmakers:
-            tables = [room.table for room, own in self.stored if own is sessionmaker]
             async with sessionmaker() as session:
-                bind = session.sync_session.bind or next(
-                    (session.sync_session.get_bind(clause=table) for table in tables), None
-                )
-            if isinstance(bind, Engine):
-                await AsyncEngine(bind).dispose()
+                binds = [session.sync_session.bind]
+            for room, own in self.stored:
+                if own is sessionmaker:
+                    binds.append(await bind_of(sessionmaker, room.table))
+            engines.update(bind for bind in binds if isinstance(bind, Engine))
+        for engine in engines:
+            await AsyncEngine(engine).dispose()
         for stream in self.streams:
             await stream.redis.aclose()
 
