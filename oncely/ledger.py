@@ -25,7 +25,18 @@ from datetime import timedelta
 from typing import Any, Literal
 from uuid import UUID, uuid4
 
-from sqlalchemy import ARRAY, BigInteger, Boolean, Connection, Integer, Interval, Table, Text, Uuid
+from sqlalchemy import (
+    ARRAY,
+    BigInteger,
+    Boolean,
+    Connection,
+    CursorResult,
+    Integer,
+    Interval,
+    Table,
+    Text,
+    Uuid,
+)
 
 from oncely.event import Event, decode_json
 from oncely.floor import Facts, Floor
@@ -140,10 +151,10 @@ class Ledger:
                 **_NOTHING_LOCKED,
             }
             for _ in range(_MOST_LOOKS):
-                rows = connection.execute(self._choose, parameters).fetchall()
+                rows = _fetch(connection.execute(self._choose, parameters))
                 if len(rows) != 1:
                     break
-                parameters |= decode_json(rows[0].topic)
+                parameters |= decode_json(rows[0][1])
             trust_position = not (writes or expired or unanswered or parameters["locked_ids"])
 
         try:
@@ -157,14 +168,17 @@ class Ledger:
             self._on_taken_over(taken_over)
         if len(rows) < 2:
             return None
-        facts, *found = rows
+        (_, facts, *_), *found = rows
         self._floor = self._floor.after(
-            Facts(**decode_json(facts.topic)), keys_used=keys_used, trust_position=trust_position
+            Facts(**decode_json(facts)), keys_used=keys_used, trust_position=trust_position
         )
         # A tenth of the lease is kept for the settling, and for clocks that run at other speeds.
         return Claim(
             token=token,
-            events=[Event.from_json(*fields) for *fields, _ in found],
+            events=[
+                Event.from_json(event_id, topic, payload, headers, key, created_at, attempt)
+                for event_id, topic, payload, headers, key, created_at, attempt, _ in found
+            ],
             deadline=begun + lease.total_seconds() * 0.9,
         )
 
@@ -214,6 +228,14 @@ class Ledger:
         return await alone(
             sessionmaker, self._events, lambda connection: connection.execute(statement, parameters).scalar()
         )
+
+
+def _fetch(result: CursorResult[Any]) -> Sequence[Any]:
+    """The rows as the driver has them: to make a Row of each takes as long as to make an Event of it."""
+    assert result.cursor is not None  # noqa: S101  it is a statement that returns rows
+    rows: Sequence[Any] = result.cursor.fetchall()
+    result.close()
+    return rows
 
 
 _MOST_LOOKS = 20

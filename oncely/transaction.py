@@ -135,10 +135,19 @@ async def _in_session(
         with says_what_is_missing(table):
             result = work(connection)
         session.commit()
+        session.close()
         return result
 
-    async with sessionmaker() as session:
-        return await session.run_sync(in_session)
+    context = sessionmaker()
+    if not isinstance(context, AsyncSession):
+        async with context as session:
+            return await session.run_sync(in_session)
+    # Not `async with`: to leave it takes a task of its own, and there is nothing left to close.
+    try:
+        return await context.run_sync(in_session)
+    except BaseException:
+        async with context:
+            raise
 
 
 def is_retryable(error: BaseException) -> bool:
