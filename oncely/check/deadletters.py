@@ -15,6 +15,7 @@ from sqlalchemy import Table, func, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from oncely.check.finding import Finding
+from oncely.check.length import spell
 from oncely.check.location import located, name_of
 
 if TYPE_CHECKING:
@@ -55,13 +56,9 @@ def _finding(name: str, what: str, oldest: timedelta, forgotten_after: timedelta
     return Finding(
         "advice",
         name,
-        f"its oldest dead {what} has been there for {_length(oldest)}, and an inbox forgets after "
-        f"{_length(forgotten_after)}: what is replayed may be handled twice",
+        f"its oldest dead {what} has been there for {spell(oldest)}, and an inbox forgets after "
+        f"{spell(forgotten_after)}: what is replayed may be handled twice",
     )
 
 
 _IS_THERE = text("SELECT to_regclass(:name) IS NOT NULL")
-
-
-def _length(length: timedelta) -> str:
-    return str(timedelta(seconds=round(length.total_seconds())))

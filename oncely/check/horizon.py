@@ -15,7 +15,8 @@ from sqlalchemy import Row, Table, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from oncely.check.finding import Finding
-from oncely.check.location import located, name_of
+from oncely.check.length import spell
+from oncely.check.location import PASTED, located, name_of
 
 __all__ = ["check_horizon"]
 
@@ -28,17 +29,20 @@ async def check_horizon(
 ) -> list[Finding]:
     """Transactions, prepared transactions, replicas and slots that hold the horizon for `longer_than`.
 
-    A slot has no age in time: it is named when it is a million transactions behind, or nobody uses it.
-    When there is one, each outbox is named too, with what it carries along. How long transactions of other
-    roles have been open is seen by members of pg_read_all_stats only.
+    Of replicas and slots no time is known, nor of other roles' transactions to those who are no members of
+    pg_read_all_stats: they are named when they are a million transactions behind, and a slot when nobody
+    uses it. When something holds it, each outbox is named too, with what it carries along.
     """
+    hidden = await connection.scalar(_HIDDEN)
+    limits = {"age": longer_than, "transactions": _FAR_BEHIND}
     holders = [
-        *(_transaction(row) for row in await connection.execute(_TRANSACTIONS, {"age": longer_than})),
+        *([_unseen(hidden)] if hidden is not None else ()),
+        *(_transaction(row) for row in await connection.execute(_TRANSACTIONS, limits)),
         *(_prepared(row) for row in await connection.execute(_PREPARED, {"age": longer_than})),
         *(_slot(row) for row in await connection.execute(_SLOTS, {"transactions": _FAR_BEHIND})),
     ]
-    if not holders:
-        return []
+    if all(finding.severity == "advice" for finding in holders):
+        return holders
     carried = []
     for table in located(connection, outboxes):
         name = name_of(table)
@@ -58,11 +62,23 @@ async def check_horizon(
 _FAR_BEHIND = 1_000_000
 
 
+def _unseen(role: str) -> Finding:
+    return Finding(
+        "advice",
+        f"role {role}",
+        "does not see how long the transactions of other roles have been open",
+        f"GRANT pg_read_all_stats TO {PASTED.identifier_preparer.quote(role)};",
+    )
+
+
 def _transaction(row: Row[tuple[object, ...]]) -> Finding:
     who = f"process {row.pid}"
     if row.application_name:
         who += f" ({row.application_name})"
-    since = f"for {_length(row.age)}" if row.age is not None else "for a time that this role may not see"
+    if row.age is None and row.backend_type == "walsender":
+        message = f"serves a replica whose queries hold the horizon back by {row.held:,} transactions"
+        return Finding("wrong", who, message)
+    since = f"for {spell(row.age)}" if row.age is not None else f"since {row.held:,} transactions ago"
     state = row.state or "state unknown"
     effect = "has written: relays read again what was published since" if row.writes else "holds the horizon"
     where = "" if row.here else f" in database {row.datname}"
@@ -78,7 +94,7 @@ def _prepared(row: Row[tuple[object, ...]]) -> Finding:
     return Finding(
         "wrong",
         f"prepared transaction {row.gid}",
-        f"was prepared {_length(row.age)} ago by {row.owner} in database {row.database} and never ended; "
+        f"was prepared {spell(row.age)} ago by {row.owner} in database {row.database} and never ended; "
         "it holds the horizon and its locks",
         f"ROLLBACK PREPARED '{row.gid.replace(chr(39), chr(39) * 2)}';",
     )
@@ -101,23 +117,27 @@ def _slot(row: Row[tuple[object, ...]]) -> Finding:
     )
 
 
-def _length(age: timedelta) -> str:
-    return str(timedelta(seconds=round(age.total_seconds())))
-
-
 # The horizon of a table is held by those in its own database and by replicas, the floor of a relay by
 # every transaction that has written.
 _TRANSACTIONS = text("""
-SELECT pid, application_name, usename, state, datname, datname = current_database() AS here,
-       clock_timestamp() - xact_start AS age, backend_xid IS NOT NULL AS writes
-FROM pg_catalog.pg_stat_activity
+SELECT pid, application_name, usename, state, datname, datname = current_database() AS here, backend_type,
+       clock_timestamp() - xact_start AS age, backend_xid IS NOT NULL AS writes,
+       greatest(age(backend_xid), age(backend_xmin)) AS held
+FROM pg_catalog.pg_stat_activity AS activity
 WHERE pid <> pg_backend_pid()
   AND (backend_xid IS NOT NULL
        OR (backend_xmin IS NOT NULL AND (datname = current_database() OR backend_type = 'walsender')))
-  AND backend_type <> 'autovacuum worker'
-  AND (xact_start IS NULL OR xact_start < clock_timestamp() - CAST(:age AS interval))
-  AND (xact_start IS NOT NULL OR state IS NULL)
+  AND CASE WHEN xact_start IS NOT NULL THEN xact_start < clock_timestamp() - CAST(:age AS interval)
+           ELSE greatest(age(backend_xid), age(backend_xmin)) > CAST(:transactions AS int) END
+  AND backend_type IS DISTINCT FROM 'autovacuum worker' AND backend_type IS DISTINCT FROM 'parallel worker'
+  AND NOT EXISTS (SELECT FROM pg_catalog.pg_stat_progress_vacuum AS vacuum WHERE vacuum.pid = activity.pid)
 ORDER BY xact_start
+""")
+
+_HIDDEN = text("""
+SELECT current_user FROM pg_catalog.pg_stat_activity
+WHERE backend_type IS NULL AND datname IS NOT NULL AND usename IS NOT NULL
+LIMIT 1
 """)
 
 _PREPARED = text("""
@@ -130,7 +150,7 @@ ORDER BY prepared
 _SLOTS = text("""
 SELECT slot_name, active, age(xmin) AS held
 FROM pg_catalog.pg_replication_slots
-WHERE NOT active OR age(xmin) > CAST(:transactions AS int)
+WHERE (NOT active AND restart_lsn IS NOT NULL) OR age(xmin) > CAST(:transactions AS int)
 ORDER BY slot_name
 """)
 

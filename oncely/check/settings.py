@@ -16,10 +16,12 @@ from sqlalchemy import Engine, Table
 from sqlalchemy.pool import QueuePool
 
 from oncely.check.finding import Finding
+from oncely.check.length import spell
 from oncely.inbox import Inbox
 from oncely.outbox import Outbox
 from oncely.relay import Relay
 from oncely.retention import Retention
+from oncely.telemetry import Gauges
 from oncely.transaction import Sessionmaker, bind_of
 from oncely.worker import Worker
 
@@ -55,9 +57,10 @@ def _check_relay(relay: Relay) -> Iterable[Finding]:
         yield Finding(
             "wrong",
             relay.name,
-            f"one renewal without an answer loses its claim: it begins {_s(renewed)} after the claim "
-            f"(lease / 3) and is given up after database_timeout, {_s(relay.database_timeout)}; together "
-            f"{_s(renewed + relay.database_timeout)}, and the claim is held for {_s(limit)} (0.9 lease)",
+            f"one renewal without an answer loses its claim: it begins {spell(renewed)} after the claim "
+            f"(lease / 3) and is given up after database_timeout, {spell(relay.database_timeout)}; "
+            f"together {spell(renewed + relay.database_timeout)}, and the claim is held for {spell(limit)} "
+            "(0.9 lease)",
         )
 
 
@@ -69,23 +72,24 @@ def _check_consumer(consumer: StreamConsumer) -> Iterable[Finding]:
             "wrong",
             consumer.name,
             "one call to Redis without an answer gives its entries to another worker: they are renewed after "
-            f"{_s(retry_after / 3)} (retry_after_ms / 3), the client's socket_timeout is {timeout:g} s, and "
-            f"they are another's after {_s(retry_after)}",
+            f"{spell(retry_after / 3)} (retry_after_ms / 3), the client's socket_timeout is "
+            f"{spell(timedelta(seconds=timeout))}, and they are another's after {spell(retry_after)}",
         )
     if consumer.handler_timeout is not None and consumer.handler_timeout > consumer.grace:
         yield Finding(
             "advice",
             consumer.name,
-            f"a stop waits {_s(consumer.grace)} (grace), a handler may take {_s(consumer.handler_timeout)} "
-            "(handler_timeout): one that is cut off begins again elsewhere",
+            f"a stop waits {spell(consumer.grace)} (grace), a handler may take "
+            f"{spell(consumer.handler_timeout)} (handler_timeout): one that is cut off begins again "
+            "elsewhere",
         )
     tries = consumer.tried_for
     if tries < timedelta(minutes=1):
         yield Finding(
             "advice",
             consumer.name,
-            f"its {consumer.max_attempts} attempts are over after {_s(tries)}: when what a handler needs is "
-            "away for longer, every message that comes becomes a dead letter",
+            f"its {consumer.max_attempts} attempts are over after {spell(tries)}: when what a handler needs "
+            "is away for longer, every message that comes becomes a dead letter",
         )
 
 
@@ -96,8 +100,9 @@ def _check_grace(worker: Worker) -> Iterable[Finding]:
             yield Finding(
                 "wrong",
                 getattr(service, "name", type(service).__name__),
-                f"may take 2 x {_s(grace)} to stop (grace, and as long again to give back), and the worker "
-                f"cancels it after {_s(worker.grace * 0.8)} (4/5 of its grace, {_s(worker.grace)})",
+                f"may take 2 x {spell(grace)} to stop (grace, and as long again to give back), and the "
+                f"worker cancels it after {spell(worker.grace * 0.8)} (4/5 of its grace, "
+                f"{spell(worker.grace)})",
             )
 
 
@@ -111,16 +116,16 @@ def _check_ages(retention: Retention, consumers: Sequence[StreamConsumer]) -> It
                 yield Finding(
                     "wrong",
                     inbox.table.fullname,
-                    f"forgets after {_s(age)} what {consumer.name} may bring again: its attempts go on for "
-                    f"{_s(consumer.tried_for)}, and then the message changes the database twice",
+                    f"forgets after {spell(age)} what {consumer.name} may bring again: its attempts go on "
+                    f"for {spell(consumer.tried_for)}, and then the message changes the database twice",
                 )
         for outbox, kept in outboxes.items():
             if kept > age:
                 yield Finding(
                     "advice",
                     inbox.table.fullname,
-                    f"forgets after {_s(age)}, and {outbox.table.fullname} keeps events for {_s(kept)}: "
-                    "those in between, sent again by republish, are handled twice",
+                    f"forgets after {spell(age)}, and {outbox.table.fullname} keeps events for "
+                    f"{spell(kept)}: those in between, sent again by republish, are handled twice",
                 )
 
 
@@ -163,6 +168,10 @@ def _sessions(service: object) -> Iterable[tuple[str, Sessionmaker, Table]]:
     elif isinstance(service, Retention):
         for prunable in list(service.keep)[:1]:
             yield service.name, service.sessionmaker, prunable.table
+    elif isinstance(service, Gauges):
+        tables = (getattr(each, "table", None) for each in service.measured)
+        for table in [table for table in tables if isinstance(table, Table)][:1]:  # one after the other
+            yield service.name, service.sessionmaker, table
     elif _is_webhook_worker(service):
         yield service.name, service.sessionmaker, service.webhooks.table
 
@@ -189,12 +198,3 @@ def _is_a(service: object, module: str, name: str) -> bool:
     """Whether it is of a class whose module needs an extra: an object of it is there only if that is."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(service, getattr(loaded, name))
-
-
-def _s(length: timedelta) -> str:
-    """A length in the unit that a person would choose."""
-    seconds = length.total_seconds()
-    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * size or (seconds >= size and seconds % size == 0):
-            return f"{seconds / size:g} {unit}"
-    return f"{seconds:g} s"

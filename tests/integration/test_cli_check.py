@@ -257,7 +257,5 @@ async def test_dead_letters_that_the_inbox_may_have_forgotten(shop: Shop) -> Non
         ("advice", "outbox", "its oldest dead event"),
         ("advice", f"{shop.stream}:dead", "its oldest dead letter"),
     ]
-    assert " has been there for 40 days, 0:0" in found[0][2]
-    assert found[0][2].endswith(
-        ", and an inbox forgets after 30 days, 0:00:00: what is replayed may be handled twice"
-    )
+    assert " has been there for 40d" in found[0][2]
+    assert found[0][2].endswith(", and an inbox forgets after 30d: what is replayed may be handled twice")

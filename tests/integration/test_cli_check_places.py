@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import psycopg
 import pytest
 from sqlalchemy import make_url, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely.testing import EmbeddedPostgres
@@ -181,6 +183,11 @@ async def clerk(database: Database) -> AsyncIterator[str]:
     await execute(database.url, f"DROP OWNED BY {name}", f"DROP ROLE {name}")
 
 
+def of_tables(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what is said of the role when others happen to be connected to the server."""
+    return [each for each in found if not each["about"].startswith("role ")]
+
+
 async def test_a_role_that_may_make_no_temporary_tables_is_told_what_gives_the_right(
     application: Application, database: Database, clerk: str
 ) -> None:
@@ -188,14 +195,56 @@ async def test_a_role_that_may_make_no_temporary_tables_is_told_what_gives_the_r
     name = make_url(database.url).database
     await execute(database.url, f"REVOKE TEMPORARY ON DATABASE {name} FROM PUBLIC")
     module = application(clerk, _PLAIN)
-    found = await check(module)
+    found = of_tables(await check(module))
     assert [(each["severity"], each["about"]) for each in found] == [
         ("advice", "outbox"),
         ("advice", "outbox_claims"),
         ("advice", "inbox"),
     ]
     await execute(database.url, found[0]["remedy"])
-    assert await check(module) == []
+    assert of_tables(await check(module)) == []
+
+
+async def test_a_role_that_does_not_see_transactions_of_others_is_told_what_lets_it(
+    application: Application, database: Database, clerk: str, engine: AsyncEngine
+) -> None:
+    await create(application(database.url, _PLAIN))
+    module = application(clerk, _PLAIN)
+    async with engine.connect() as connection:
+        pid = await connection.scalar(text("SELECT pg_backend_pid() FROM txid_current()"))
+        (finding,) = [
+            each for each in await check(module, "--open-for", "0s") if each not in of_tables([each])
+        ]
+        assert finding["message"] == "does not see how long the transactions of other roles have been open"
+        await execute(database.url, finding["remedy"])
+        abouts = [each["about"] for each in await check(module, "--open-for", "0s")]
+        assert f"process {pid}" in abouts
+
+
+async def test_a_vacuum_holds_nothing_back(
+    application: Application, database: Database, engine: AsyncEngine
+) -> None:
+    module = application(database.url, _PLAIN)
+    await create(module)
+    await execute(
+        database.url, "INSERT INTO inbox SELECT g, gen_random_uuid() FROM generate_series(1, 200) AS g"
+    )
+    await execute(database.url, "DELETE FROM inbox")
+    slow = engine.execution_options(isolation_level="AUTOCOMMIT")
+    async with slow.connect() as connection:
+        await connection.execute(text("SET vacuum_cost_delay = 100"))
+        await connection.execute(text("SET vacuum_cost_limit = 1"))
+        vacuum = asyncio.create_task(connection.execute(text("VACUUM inbox")))
+        progress = "SELECT pid FROM pg_stat_progress_vacuum"
+        async with slow.connect() as other:
+            while (pid := await other.scalar(text(progress))) is None:
+                assert not vacuum.done()
+            abouts = [each["about"] for each in await check(module, "--open-for", "0s")]
+            assert not vacuum.done()
+            await other.execute(text(f"SELECT pg_cancel_backend({pid})"))
+        with pytest.raises(DBAPIError):
+            await vacuum
+    assert f"process {pid}" not in abouts
 
 
 async def test_one_check_that_may_not_look_does_not_hide_the_others(
@@ -204,7 +253,7 @@ async def test_one_check_that_may_not_look_does_not_hide_the_others(
     await create(application(database.url, _PLAIN))
     await execute(database.url, "DROP INDEX outbox_pending_idx")
     forgetful = "rooms = [*rooms, Retention(sessions, {inbox: timedelta(days=30)})]"
-    found = await check(application(clerk, _PLAIN + forgetful))
+    found = of_tables(await check(application(clerk, _PLAIN + forgetful)))
     assert [each["message"].partition(": ")[0] for each in found] == [
         "index outbox_pending_idx is missing",
         "cannot be checked",

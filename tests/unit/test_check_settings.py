@@ -12,7 +12,9 @@ from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 
 from oncely import Inbox, Outbox, Relay, Retention
 from oncely.check import check_settings
+from oncely.check.length import spell
 from oncely.streams import StreamConsumer
+from oncely.telemetry import Gauges
 from oncely.worker import Worker
 
 SECOND, HOUR, DAY = timedelta(seconds=1), timedelta(hours=1), timedelta(days=1)
@@ -52,9 +54,9 @@ async def test_a_lease_that_one_unanswered_renewal_loses() -> None:
             "wrong",
             "Relay outbox",
             (
-                "one renewal without an answer loses its claim: it begins 5 s after the claim (lease / "
-                "3) and is given up after database_timeout, 10 s; together 15 s, and the claim is held "
-                "for 13.5 s (0.9 lease)"
+                "one renewal without an answer loses its claim: it begins 5s after the claim (lease / "
+                "3) and is given up after database_timeout, 10s; together 15s, and the claim is held "
+                "for 13.5s (0.9 lease)"
             ),
         )
     ]
@@ -68,8 +70,8 @@ async def test_a_client_that_waits_for_redis_longer_than_entries_are_ours() -> N
             "StreamConsumer orders/workers",
             (
                 "one call to Redis without an answer gives its entries to another worker: they are "
-                "renewed after 2 s (retry_after_ms / 3), the client's socket_timeout is 5 s, and they "
-                "are another's after 6 s"
+                "renewed after 2s (retry_after_ms / 3), the client's socket_timeout is 5s, and they "
+                "are another's after 6s"
             ),
         )
     ]
@@ -82,7 +84,7 @@ async def test_a_handler_that_may_take_longer_than_a_stop_waits() -> None:
             "advice",
             "StreamConsumer orders/workers",
             (
-                "a stop waits 10 s (grace), a handler may take 20 s (handler_timeout): one that is cut "
+                "a stop waits 10s (grace), a handler may take 20s (handler_timeout): one that is cut "
                 "off begins again elsewhere"
             ),
         )
@@ -95,7 +97,7 @@ async def test_attempts_that_are_over_in_less_than_a_minute() -> None:
             "advice",
             "StreamConsumer orders/workers",
             (
-                "its 2 attempts are over after 30 s: when what a handler needs is away for longer, every"
+                "its 2 attempts are over after 30s: when what a handler needs is away for longer, every"
                 " message that comes becomes a dead letter"
             ),
         )
@@ -127,8 +129,8 @@ async def test_a_worker_that_cuts_off_its_services() -> None:
             "wrong",
             "Relay outbox",
             (
-                "may take 2 x 15 s to stop (grace, and as long again to give back), and the worker "
-                "cancels it after 20 s (4/5 of its grace, 25 s)"
+                "may take 2 x 15s to stop (grace, and as long again to give back), and the worker "
+                "cancels it after 20s (4/5 of its grace, 25s)"
             ),
         )
     ]
@@ -144,15 +146,15 @@ async def test_an_inbox_that_forgets_what_may_come_again() -> None:
             "wrong",
             "inbox",
             (
-                "forgets after 1 d what StreamConsumer orders/workers may bring again: its attempts go "
-                "on for 25 h, and then the message changes the database twice"
+                "forgets after 1d what StreamConsumer orders/workers may bring again: its attempts go "
+                "on for 1d 1h, and then the message changes the database twice"
             ),
         ),
         (
             "advice",
             "inbox",
             (
-                "forgets after 1 d, and outbox keeps events for 7 d: those in between, sent again by "
+                "forgets after 1d, and outbox keeps events for 7d: those in between, sent again by "
                 "republish, are handled twice"
             ),
         ),
@@ -184,3 +186,31 @@ async def test_a_pool_that_is_too_small(overflow: int, expected: list[tuple[str,
     one, two = (relay(Outbox(MetaData(), table_name=name), made) for name in ("one", "two"))
     found = await said(one, two, consumer())
     assert found == [(severity, "pool of shop", message) for severity, message in expected]
+
+
+async def test_gauges_need_a_connection_too() -> None:
+    made, outbox = sessions(pool_size=1, max_overflow=0), Outbox(MetaData())
+    assert await said(relay(outbox, made), Gauges(print, made, consumer(), outbox)) == [
+        (
+            "wrong",
+            "pool of shop",
+            "1 connections (pool_size 1 + max_overflow 0) for 2 services: Relay outbox, Gauges",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0s"),
+        (1 / 15, "0.0667s"),
+        (13.5, "13.5s"),
+        (60, "1m"),
+        (185, "3m 5s"),
+        (7200, "2h"),
+        (9_660, "2h 41m"),
+        (86_400 * 1_001 + 3_600, "1,001d 1h"),
+    ],
+)
+def test_a_length_of_time_is_spelled_in_its_two_largest_units(seconds: float, text: str) -> None:
+    assert spell(timedelta(seconds=seconds)) == text
