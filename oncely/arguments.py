@@ -7,14 +7,23 @@ text that no column can hold.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from datetime import datetime
+from collections.abc import Callable, Iterable
+from datetime import datetime, timedelta
 from functools import partial
 from uuid import UUID
 
 from oncely.event import check_key
 
-__all__ = ["check_async", "check_count", "check_id", "check_text", "check_time", "ids_of"]
+__all__ = [
+    "check_async",
+    "check_count",
+    "check_duration",
+    "check_id",
+    "check_takes",
+    "check_text",
+    "check_time",
+    "ids_of",
+]
 
 MOST = 2**31 - 1
 """The largest count, an integer of PostgreSQL's."""
@@ -41,6 +50,26 @@ def check_async(function: object, what: str) -> None:
 
 
 _ASYNC = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE
+
+
+def check_takes(function: Callable[..., object], what: str, *arguments: str, instead: str = "") -> None:
+    """Raise TypeError for what surely cannot be called with these; `instead` goes after the sentence."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # written in C, it has none to show
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise TypeError(f"{what} is called with ({', '.join(arguments)}): {error}{instead}") from None
+
+
+def check_duration(value: object, what: str) -> None:
+    """Raise unless this is a timedelta above zero."""
+    if not isinstance(value, timedelta):
+        raise TypeError(f"{what} must be a timedelta, not {type(value).__name__}")
+    if value <= timedelta(0):
+        raise ValueError(f"{what} must be positive, not {value}")
 
 
 def check_count(value: object, what: str, *, least: int = 1) -> None:

@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction
 
-from oncely.arguments import check_async, check_count, check_id
+from oncely.arguments import check_async, check_count, check_id, check_takes
 from oncely.errors import InvalidKey, TransactionEnded
 from oncely.event import Event, Handler, check_key
 from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
@@ -29,9 +29,9 @@ from oncely.tables import inbox_table
 from oncely.telemetry.commit import tell_when_committed
 from oncely.telemetry.observer import Observer, guarded
 from oncely.telemetry.records import MessageReceived
-from oncely.transaction import Caller, Sessionmaker, execute, join, owner_of, sqlstates
+from oncely.transaction import Caller, Sessionmaker, check_sessionmaker, execute, join, owner_of, sqlstates
 
-__all__ = ["Inbox", "InboxStats"]
+__all__ = ["Inbox", "InboxHandler", "InboxStats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,19 @@ class InboxStats:
     handled: int
     oldest_at: datetime | None
     newest_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InboxHandler:
+    """What `Inbox.handler` makes; by its `inbox` and `sessionmaker` the command line finds the table."""
+
+    inbox: Inbox
+    sessionmaker: Sessionmaker
+    handle: Callable[[AsyncSession, Event], Awaitable[object]]
+    consumer: str
+
+    async def __call__(self, event: Event) -> None:
+        await self.inbox._handle_once(self, event)  # noqa: SLF001  the inbox made it
 
 
 class Inbox:
@@ -118,21 +131,24 @@ class Inbox:
         SQLAlchemy: the text COMMIT or ROLLBACK, an error caught from the driver's own connection.
         """
         _check_consumer(consumer)
+        check_sessionmaker(sessionmaker)
         check_async(handle, "handle")
+        check_takes(handle, "handle", "session", "event")
 
-        async def handle_once(event: Event) -> None:
-            async with sessionmaker() as session:  # which rolls back what is not committed
-                transaction = session.sync_session.begin()
-                if not await self._is_first(session, event, consumer):
-                    return
-                _note_failures(session.sync_session.connection({"clause": self.table}))
-                with _kept_open(session, self.table, transaction):
-                    await handle(session, event)
-                await session.run_sync(self._commit)
-            if self._observer is not None:
-                self._observer(MessageReceived(inbox=self.table.fullname, consumer=consumer, outcome="first"))
+        return InboxHandler(self, sessionmaker, handle, consumer)
 
-        return handle_once
+    async def _handle_once(self, handler: InboxHandler, event: Event) -> None:
+        async with handler.sessionmaker() as session:  # which rolls back what is not committed
+            transaction = session.sync_session.begin()
+            if not await self._is_first(session, event, handler.consumer):
+                return
+            _note_failures(session.sync_session.connection({"clause": self.table}))
+            with _kept_open(session, self.table, transaction):
+                await handler.handle(session, event)
+            await session.run_sync(self._commit)
+        if self._observer is not None:
+            told = MessageReceived(inbox=self.table.fullname, consumer=handler.consumer, outcome="first")
+            self._observer(told)
 
     async def stats(self, session: Caller, *, at_most: int = 100_000) -> InboxStats:
         """Counts of what was handled, by one statement.

@@ -18,7 +18,7 @@ from uuid import UUID
 
 from sqlalchemy import Integer, MetaData, Table, Uuid
 
-from oncely.arguments import check_count, check_id
+from oncely.arguments import check_async, check_count, check_duration, check_id
 from oncely.deadletters import DeadEvent, DeadLetters, Which
 from oncely.emission import Emission
 from oncely.errors import CancelUnsafe, ClaimLost, PublishFailed
@@ -33,7 +33,14 @@ from oncely.tables import outbox_tables
 from oncely.telemetry.batches import tell_claimed, tell_lost, tell_settled, traced
 from oncely.telemetry.observer import Observer, guarded
 from oncely.telemetry.records import EventsTakenOver, OutboxMeasured
-from oncely.transaction import Caller, Sessionmaker, execute, join, says_what_is_missing
+from oncely.transaction import (
+    Caller,
+    Sessionmaker,
+    check_sessionmaker,
+    execute,
+    join,
+    says_what_is_missing,
+)
 from oncely.wakeup import Wakeup
 
 __all__ = ["DeadEvent", "Event", "NewEvent", "Outbox", "OutboxStats", "Publisher", "uuid7"]
@@ -161,8 +168,9 @@ class Outbox:
         Raises ClaimLost when the batch was sent but could not be marked in time.
         """
         check_count(batch, "batch")
-        if lease <= timedelta(0):
-            raise ValueError(f"lease must be positive, not {lease}")
+        check_duration(lease, "lease")
+        check_sessionmaker(sessionmaker)
+        check_async(publish, "publish")
 
         async def give_back(claim: Claim | None) -> None:
             if claim is not None:
@@ -212,7 +220,8 @@ class Outbox:
         do not. An event with a delay counts from when it was due; once it has failed, that is not
         known any more, and it counts from when it was emitted.
         """
-        return await self._statistics.lag_seconds(await join(session, self.table))
+        with says_what_is_missing(self.table):
+            return await self._statistics.lag_seconds(await join(session, self.table))
 
     async def stats(self, session: Caller, *, at_most: int = 100_000) -> OutboxStats:
         """How many events are in each state, and the lag, by one statement.
@@ -220,13 +229,13 @@ class Outbox:
         A count that has reached `at_most` may be higher: so far it was counted.
         """
         check_count(at_most, "at_most")
-        return await self._statistics.look(await join(session, self.table), at_most=at_most)
+        with says_what_is_missing(self.table):
+            return await self._statistics.look(await join(session, self.table), at_most=at_most)
 
     async def measure(self, sessionmaker: Sessionmaker) -> list[OutboxMeasured]:
         """One look, as `oncely.telemetry.Gauges` takes it."""
         async with sessionmaker() as session:
-            with says_what_is_missing(self.table):
-                stats = await self.stats(session)
+            stats = await self.stats(session)
         return [
             OutboxMeasured(
                 outbox=self.table.fullname,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
+from oncely.arguments import check_async, check_duration, check_takes
 from oncely.backoff import Backoff
 from oncely.delivery import Courier, Delivery
 from oncely.event import Publisher
@@ -26,7 +27,7 @@ from oncely.loop import complete, run_loop, within
 from oncely.outbox import Outbox
 from oncely.telemetry.batches import tell_claimed, tell_lost, tell_settled, traced
 from oncely.telemetry.records import Outage
-from oncely.transaction import Sessionmaker, is_passing
+from oncely.transaction import Sessionmaker, check_sessionmaker, is_passing
 from oncely.wakeup import WINDOW
 
 __all__ = ["Relay", "RelayResult"]
@@ -87,12 +88,9 @@ class Relay:
         listen: bool = True,
         listen_url: str | None = None,
     ) -> None:
-        if not callable(publish):
-            raise TypeError(f"publish must be an async callable, not {type(publish).__name__}")
-        if not callable(sessionmaker):
-            raise TypeError(
-                f"sessionmaker must make AsyncSessions, as async_sessionmaker, not {sessionmaker!r}"
-            )
+        check_async(publish, "publish")
+        check_takes(publish, "publish", "events")
+        check_sessionmaker(sessionmaker)
         if batch < 1 or max_attempts < 1:
             raise ValueError(f"batch ({batch}) and max_attempts ({max_attempts}) must be 1 or more")
         durations = {
@@ -103,8 +101,7 @@ class Relay:
             "grace": grace,
         }
         for name, duration in durations.items():
-            if duration <= timedelta(0):
-                raise ValueError(f"{name} must be positive, not {duration}")
+            check_duration(duration, name)
         self.outbox = outbox
         self.sessionmaker = sessionmaker
         self.batch = batch
@@ -315,11 +312,10 @@ class Relay:
                 failure.event_id,
                 failure.error or "its claims expired again and again",
             )
-        retried = [failure for failure in delivery.failures if failure.delay is not None]
-        for failure in retried[:_MOST_LOGGED]:
-            _log.warning(
-                "event %s failed, next try in %s: %s", failure.event_id, failure.delay, failure.error
-            )
+        retried = [(each, each.delay) for each in delivery.failures if each.delay is not None]
+        for failure, delay in retried[:_MOST_LOGGED]:
+            seconds = delay.total_seconds()
+            _log.warning("event %s failed, next try in %.1f s: %s", failure.event_id, seconds, failure.error)
         if len(retried) > _MOST_LOGGED:
             _log.warning("and %d more events failed", len(retried) - _MOST_LOGGED)
         return RelayResult(

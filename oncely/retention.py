@@ -18,12 +18,12 @@ from sqlalchemy import DateTime, Interval, Table
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.types import TypeEngine
 
-from oncely.arguments import check_count, check_time
+from oncely.arguments import check_count, check_duration, check_time
 from oncely.backoff import Backoff
 from oncely.loop import run_loop, within
 from oncely.telemetry.observer import Observer, guarded
 from oncely.telemetry.records import Outage, RowsPruned
-from oncely.transaction import Sessionmaker, is_passing
+from oncely.transaction import Sessionmaker, check_sessionmaker, is_passing
 
 __all__ = ["CUTOFF", "CUTOFF_TIME", "Prunable", "Retention", "cutoff_parameters", "delete_in_batches"]
 
@@ -80,11 +80,16 @@ class Retention:
         grace: timedelta = timedelta(seconds=10),
         observer: Observer | None = None,
     ) -> None:
-        if interval <= timedelta(0) or batch < 1:
-            raise ValueError(f"interval ({interval}) and batch ({batch}) must be positive")
-        if database_timeout <= timedelta(0) or grace <= timedelta(0):
-            raise ValueError(f"database_timeout ({database_timeout}) and grace ({grace}) must be positive")
+        check_sessionmaker(sessionmaker)
+        check_count(batch, "batch")
+        durations = {"interval": interval, "database_timeout": database_timeout, "grace": grace}
+        for name, duration in durations.items():
+            check_duration(duration, name)
         for prunable, age in keep.items():
+            if not isinstance(age, timedelta):
+                raise TypeError(
+                    f"the age for {prunable.table.name} must be a timedelta, not {type(age).__name__}"
+                )
             if age < timedelta(0):
                 raise ValueError(f"the age for {prunable.table.name} is below zero: {age}")
         self.sessionmaker = sessionmaker
@@ -140,7 +145,7 @@ class Retention:
 
     def _note_outage(self, error: Exception, delay: timedelta) -> None:
         self.waits_for = "database"
-        _log.warning("database down, next try in %s: %r", delay, error)
+        _log.warning("database down, next try in %.1f s: %r", delay.total_seconds(), error)
         if self._observer is not None:
             self._observer(
                 Outage(

@@ -14,7 +14,7 @@ from sqlalchemy import Connection, CursorResult, Engine, Executable, Table
 from sqlalchemy.exc import DBAPIError, InterfaceError, InternalError, OperationalError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from oncely.errors import NoTransaction, TablesMissing
 
@@ -23,6 +23,7 @@ __all__ = [
     "Sessionmaker",
     "alone",
     "bind_of",
+    "check_sessionmaker",
     "execute",
     "is_passing",
     "is_retryable",
@@ -93,6 +94,18 @@ def owner_of(caller: Caller) -> AsyncSession | AsyncConnection:
             f"not {type(owner).__name__}"
         )
     return owner
+
+
+def check_sessionmaker(given: object) -> None:
+    """Raise TypeError for what surely makes no AsyncSessions: a session, an engine, a plain sessionmaker."""
+    plain = isinstance(given, scoped_session) or (
+        isinstance(given, sessionmaker) and not issubclass(given.class_, AsyncSession)
+    )
+    if plain or not callable(given):
+        raise TypeError(
+            "sessionmaker must make AsyncSessions, as async_sessionmaker(engine) does, "
+            f"and is {type(given).__name__}"
+        )
 
 
 def require_transaction(connection: Connection, table: Table) -> None:

@@ -96,7 +96,8 @@ class Wakeup:
             except Exception as error:  # noqa: BLE001  the drivers' errors have no common root; polling goes on
                 failures += 1
                 delay = backoff.delay(failures)
-                _log.warning("not listening on %s for %s: %r", self._events.fullname, delay, error)
+                seconds = delay.total_seconds()
+                _log.warning("not listening on %s for %.1f s: %r", self._events.fullname, seconds, error)
                 await asyncio.sleep(delay.total_seconds())
 
     def _may_notify(self, pool: Pool) -> bool:

@@ -19,12 +19,18 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Protocol, runtime_checkable
 
+from oncely.arguments import check_duration
+from oncely.errors import TablesMissing
 from oncely.loop import complete, wait_for_either, within
 from oncely.process import LoopFactory, run_process
+from oncely.transaction import sqlstates
 
 __all__ = ["Service", "ServiceHealth", "Worker"]
 
 _log = logging.getLogger(__name__)
+
+_REFUSALS = frozenset({"28000", "28P01", "3D000"})
+"""No such role, or a wrong password; no such database."""
 
 
 @runtime_checkable
@@ -90,8 +96,7 @@ class Worker:
     ) -> None:
         if not services:
             raise ValueError("a worker without services has nothing to do")
-        if grace <= timedelta(0):
-            raise ValueError(f"grace must be positive, not {grace}")
+        check_duration(grace, "grace")
         self._named: dict[str, Service] = {}
         for service in services:
             if not isinstance(service, Service):
@@ -104,6 +109,12 @@ class Worker:
         self.services = services
         self.grace = grace
         self.closing = tuple(close)
+        for each in self.closing:
+            if not callable(each):
+                raise TypeError(
+                    "close takes functions, to be called and awaited in the end, such as engine.dispose "
+                    f"(without parentheses), not {type(each).__name__}"
+                )
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ending = asyncio.Event()
 
@@ -133,8 +144,8 @@ class Worker:
     def main(self, *, loop_factory: LoopFactory | None = None) -> int:
         """Be the whole process, in its main thread: run until SIGTERM or SIGINT. Returns the exit code.
 
-        0: stopped, and everything was finished or given back. 1: a service failed; the log has its
-        traceback. Two ends are those of a crash, so this does not return, and what was in flight comes
+        0: stopped, and everything was finished or given back. 1: a service failed; the log says with
+        what. Two ends are those of a crash, so this does not return, and what was in flight comes
         again when its lease is over: 3, something had not ended within `grace`; 128 and the signal's
         number, a second signal. `loop_factory` makes the event loop: `uvloop.new_event_loop`.
         """
@@ -180,7 +191,11 @@ class Worker:
         while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
             error = error.exceptions[0]
         failures.append(error)
-        _log.critical("%s has failed; the worker ends", name, exc_info=error)
+        if isinstance(error, TablesMissing) or not _REFUSALS.isdisjoint(sqlstates(error)):
+            # A setting is wrong, not the code: the line says it all, and a traceback would hide it.
+            _log.critical("%s has failed: %s; the worker ends", name, _in_a_line(error))
+        else:
+            _log.critical("%s has failed; the worker ends", name, exc_info=error)
         self._ending.set()
 
     async def _end(self, stop: asyncio.Event) -> None:
@@ -207,6 +222,10 @@ class Worker:
             number += 1
             free = f"{name} {number}"
         return free
+
+
+def _in_a_line(error: Exception) -> str:
+    return str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
 
 
 async def _awaited(close: Callable[[], Awaitable[object]]) -> None:

@@ -66,6 +66,11 @@ consumer = StreamConsumer(redis, stream={stream!r}, group="billing")
 retention = Retention(sessions, {{outbox: timedelta(days=7), keys: timedelta(days=1)}})
 
 
+async def book(session, event): ...
+
+
+booking = StreamConsumer(redis, stream={stream!r}, group="booking")
+booking.subscribe("order.paid", inbox.handler(sessions, book, consumer="booking"))
 worker = Worker(relay, consumer, retention)
 calm = StreamConsumer(redis, stream={stream!r}, group="billing", concurrency=8)
 forgetful = [relay, calm, Retention(sessions, {{inbox: timedelta(days=30)}})]

@@ -23,7 +23,7 @@ from oncely.cli.place import Place
 from oncely.cli.target import load
 from oncely.effects import Effects
 from oncely.idempotency import IdempotencyKeys
-from oncely.inbox import Inbox
+from oncely.inbox import Inbox, InboxHandler
 from oncely.outbox import Outbox
 from oncely.relay import Relay
 from oncely.retention import Retention
@@ -162,6 +162,9 @@ class _Finds:
             self.sessionmakers.append(sessionmaker)
 
     def add_stream(self, consumer: StreamConsumer) -> None:
+        for handler in consumer.handlers:
+            if isinstance(handler, InboxHandler):
+                self.add(handler.inbox, handler.sessionmaker)
         redis = consumer.redis
         if self.place.redis_url is not None:
             redis = _redis(self.place.redis_url)

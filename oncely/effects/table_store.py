@@ -24,7 +24,7 @@ from oncely.effects.record import EffectRecord, EffectStats, Status
 from oncely.effects.store import FINISHED, OPEN, Store, new_token
 from oncely.event import check_key, encode_json
 from oncely.loop import complete
-from oncely.transaction import Sessionmaker
+from oncely.transaction import Sessionmaker, check_sessionmaker
 
 __all__ = ["TableStore", "check_duration"]
 
@@ -256,7 +256,11 @@ def check_duration(value: timedelta, what: str) -> None:
 
 
 def _sessionmaker(given: Sessionmaker | AsyncEngine | None) -> Sessionmaker | None:
-    return async_sessionmaker(given) if isinstance(given, AsyncEngine) else given
+    if isinstance(given, AsyncEngine):
+        return async_sessionmaker(given)
+    if given is not None:
+        check_sessionmaker(given)
+    return given
 
 
 _ISOLATION: Mapping[str, dict[str, str]] = {

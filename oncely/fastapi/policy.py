@@ -13,7 +13,7 @@ from fastapi import Request
 from oncely.claim import check_ttl
 from oncely.idempotency import IdempotencyKeys
 from oncely.idempotency import fingerprint as digest
-from oncely.transaction import Sessionmaker
+from oncely.transaction import Sessionmaker, check_sessionmaker
 
 __all__ = ["Fingerprint", "Policy", "ScopeOf"]
 
@@ -44,6 +44,7 @@ class Policy:
     max_body: int
 
     def __post_init__(self) -> None:
+        check_sessionmaker(self.sessionmaker)
         check_ttl(self.ttl)
         _check_wait(self.wait)
         for what, given in (("scope", self.scope), ("fingerprint", self.fingerprint)):

@@ -14,18 +14,29 @@ from collections.abc import Iterable, Sequence
 from time import monotonic
 from typing import Any, TypeAlias
 
+from redis import Redis as BlockingRedis
+from redis import RedisCluster as BlockingCluster
 from redis.asyncio import Redis, RedisCluster
 from redis.client import NEVER_DECODE
 from redis.exceptions import ConnectionError, NoScriptError, ResponseError  # noqa: A004  Redis's own, no OSError
 
 from oncely.streams.faults import is_demoted
 
-__all__ = ["Client", "Script", "execute", "leave_demoted"]
+__all__ = ["Client", "Script", "check_client", "execute", "leave_demoted"]
 
 Client: TypeAlias = "Redis | RedisCluster"
 
 _POOL_PATIENCE = 5.0  # seconds
 _POOL_PAUSE = 0.002  # seconds
+
+
+def check_client(redis: object) -> None:
+    """Raise TypeError for a client that is not to be awaited, and for what is none, such as a URL."""
+    if isinstance(redis, (BlockingRedis, BlockingCluster)) or not hasattr(redis, "execute_command"):
+        raise TypeError(
+            "redis must be a client of redis.asyncio, such as redis.asyncio.Redis.from_url(…), "
+            f"not {type(redis).__module__}.{type(redis).__qualname__}"
+        )
 
 
 class Script:

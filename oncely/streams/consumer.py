@@ -27,11 +27,12 @@ from time import monotonic
 from typing import Literal, overload
 from uuid import uuid4
 
+from oncely.arguments import check_duration
 from oncely.backoff import Backoff
 from oncely.errors import PublisherUnavailable
 from oncely.event import Handler
 from oncely.loop import complete, run_loop
-from oncely.streams.client import Client
+from oncely.streams.client import Client, check_client
 from oncely.streams.deadletters import DeadLetters
 from oncely.streams.faults import BROKER_ERRORS, is_outage
 from oncely.streams.group import Group
@@ -121,8 +122,8 @@ class StreamConsumer:
         ):
             if value < 1:
                 raise ValueError(f"{name} must be 1 or more, not {value}")
-        if grace <= timedelta(0):
-            raise ValueError(f"grace must be positive, not {grace}")
+        check_duration(grace, "grace")
+        check_client(redis)
         self.redis = redis
         self.stream = stream
         self.group = group
@@ -165,6 +166,11 @@ class StreamConsumer:
     def last_success(self) -> datetime | None:
         """When Redis last answered, by this machine's clock. While handlers run that is at each renewal."""
         return self._in_flight.answered_at
+
+    @property
+    def handlers(self) -> tuple[Handler, ...]:
+        """What was subscribed, in that order."""
+        return self._handling.routes.handlers
 
     @overload
     def subscribe(self, topic: str, handler: None = None) -> Callable[[Handler], Handler]: ...

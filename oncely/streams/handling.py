@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeAlias
 
-from oncely.arguments import check_async
+from oncely.arguments import check_async, check_duration, check_takes
 from oncely.event import Event, Handler
 from oncely.streams.watch import Around, Result, Watch
 
@@ -26,6 +26,7 @@ OnResult: TypeAlias = Callable[[Event | None, Result, float, BaseException | Non
 """Told of each result with the seconds that it took; plain or async. The event is None when there
 is none to show: the entry was trimmed away or could not be decoded."""
 
+_INSTEAD = "; inbox.handler(sessionmaker, handle, consumer=…) makes a handler of handle(session, event)"
 _REMEMBERED = 1000  # topics; they are the application's, so a few
 
 logger = logging.getLogger("oncely.streams")
@@ -43,8 +44,8 @@ class Handling:
     ) -> None:
         if around is not None:
             check_async(around, "around")
-        if timeout is not None and timeout <= timedelta(0):
-            raise ValueError(f"handler_timeout must be more than nothing, not {timeout}")
+        if timeout is not None:
+            check_duration(timeout, "handler_timeout")
         self.routes = Routes()
         self.reports = on_result is not None or watch is not None
         self.watch = watch
@@ -106,12 +107,18 @@ class Routes:
         if not topic or "*" in topic[:-1]:
             raise ValueError(f"a topic is a name or a prefix that ends with '*', not {topic!r}")
         check_async(handler, "a handler")
+        check_takes(handler, "a handler", "event", instead=_INSTEAD)
         self._routes.append((topic, handler))
         self._found.clear()
 
     def __bool__(self) -> bool:
         """Whether any handler is subscribed."""
         return bool(self._routes)
+
+    @property
+    def handlers(self) -> tuple[Handler, ...]:
+        """All of them, in the order in which they were subscribed."""
+        return tuple(handler for _, handler in self._routes)
 
     def find(self, topic: str) -> tuple[Handler, ...]:
         """The topic's handlers, in the order in which they were subscribed."""

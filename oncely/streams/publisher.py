@@ -22,7 +22,7 @@ from redis.exceptions import ResponseError
 
 from oncely.errors import PublisherUnavailable, PublishFailed
 from oncely.event import Event, Publisher
-from oncely.streams.client import Client, Script, leave_demoted
+from oncely.streams.client import Client, Script, check_client, leave_demoted
 from oncely.streams.faults import BROKER_ERRORS, code_word, is_demoted
 from oncely.streams.wire import encode
 
@@ -40,6 +40,7 @@ def stream_publisher(redis: Client, stream: str, *, maxlen: int | None = None) -
 
     The publisher raises PublishFailed, PublisherUnavailable; see `oncely.event.Publisher`.
     """
+    check_client(redis)
     if maxlen is not None and maxlen < 1:
         raise ValueError(f"maxlen must be 1 or more, not {maxlen}")
     limit = str(maxlen or 0)

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Literal, Protocol
 
+from oncely.arguments import check_duration
 from oncely.backoff import Backoff
 from oncely.errors import PublisherUnavailable
 from oncely.loop import run_loop, within
 from oncely.telemetry.observer import Observer, guarded
 from oncely.telemetry.records import Outage, Record
-from oncely.transaction import Sessionmaker, is_passing
+from oncely.transaction import Sessionmaker, check_sessionmaker, is_passing
 
 __all__ = ["Gauges", "Measurable"]
 
@@ -52,8 +53,8 @@ class Gauges:
         grace: timedelta = timedelta(seconds=10),
     ) -> None:
         for name, duration in (("interval", interval), ("timeout", timeout), ("grace", grace)):
-            if duration <= timedelta(0):
-                raise ValueError(f"{name} must be positive, not {duration}")
+            check_duration(duration, name)
+        check_sessionmaker(sessionmaker)
         if not measured:
             raise ValueError("there is nothing to measure: give an Outbox, a StreamConsumer or Webhooks")
         self.sessionmaker = sessionmaker

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal, TypeAlias
 
+from oncely.arguments import check_duration
 from oncely.backoff import Backoff
 from oncely.errors import SigningScopeUnknown
 from oncely.loop import complete, is_cancelled, run_loop, within
 from oncely.telemetry.records import Outage, WebhooksExpired
-from oncely.transaction import Sessionmaker, is_passing
+from oncely.transaction import Sessionmaker, check_sessionmaker, is_passing
 from oncely.webhooks.delivery import Courier, WebhookAttempt
 from oncely.webhooks.leases import EXPIRY_BATCH, Claimed, Lease
 from oncely.webhooks.outbox import Webhooks
@@ -92,6 +93,7 @@ class WebhookWorker:
         grace: timedelta = timedelta(seconds=10),
         on_attempt: OnAttempt | None = None,
     ) -> None:
+        check_sessionmaker(sessionmaker)
         if (sender is None) == (resolver is None):
             raise ValueError("give exactly one of sender and resolver")
         if not 1 <= per_endpoint < concurrency:
@@ -106,8 +108,7 @@ class WebhookWorker:
             "grace": grace,
         }
         for name, duration in durations.items():
-            if duration <= timedelta(0):
-                raise ValueError(f"{name} must be positive, not {duration}")
+            check_duration(duration, name)
         if lease > webhooks.horizon / _LEASES_IN_A_HORIZON:
             raise ValueError(
                 f"lease ({lease}) must be {_LEASES_IN_A_HORIZON} times shorter than the horizon "

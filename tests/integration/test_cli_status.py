@@ -280,6 +280,11 @@ async def test_names_that_are_not_there_are_said(shop: Shop, database: Database)
         assert ran.stderr.startswith(f"oncely: {message}")
 
 
+async def test_the_inbox_of_a_consumers_handler_is_seen(shop: Shop) -> None:
+    shown = facts((await oncely("status", shop.target("booking"), "--json")).json, shop)
+    assert [inbox["name"] for inbox in shown["inboxes"]] == ["inbox"]
+
+
 async def test_the_traceback_is_for_those_who_ask(shop: Shop) -> None:
     absent = [shop.target("broken")]
     assert "Traceback" not in (await oncely("status", *absent)).stderr

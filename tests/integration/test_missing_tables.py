@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 
 import pytest
 from sqlalchemy import MetaData
@@ -26,6 +27,13 @@ USES: dict[str, tuple[str, Callable[[AsyncSession], Awaitable[object]]]] = {
     ),
     "emit": ("outbox", lambda session: outbox.emit(session, "t", 1)),
     "emit_many": ("outbox", lambda session: outbox.emit_many(session, [NewEvent("t", 1)])),
+    "stats": ("outbox", outbox.stats),
+    "lag_seconds": ("outbox", outbox.lag_seconds),
+    "dead": ("outbox", outbox.dead),
+    "replay": ("outbox", lambda session: outbox.replay(session, topic="t")),
+    "prune": ("outbox", lambda session: outbox.prune(session, older_than=timedelta(days=1))),
+    "keys.stats": ("idempotency_keys", keys.stats),
+    "inbox.stats": ("inbox", inbox.stats),
     "inbox": ("inbox", lambda session: inbox.run(session, uuid7(), nothing, consumer="c")),
 }
 

@@ -10,10 +10,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 from sqlalchemy import MetaData
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
-from oncely import IdempotencyKeys, Outbox, Relay, Retention, Worker
+from oncely import IdempotencyKeys, Outbox, Relay, Retention, TablesMissing, Worker
 from oncely.streams import StreamConsumer
 from oncely.webhooks import Keyring, Webhooks, WebhookWorker
 from oncely.worker import Service, ServiceHealth
@@ -157,6 +159,43 @@ async def test_a_service_that_ends_by_itself_stops_the_others_and_why_is_raised(
     assert record.exc_info[1] is raised.value
 
 
+class RefusedConnection(Exception):
+    """As a driver has it: with PostgreSQL's code."""
+
+    def __init__(self, sqlstate: str, message: str) -> None:
+        super().__init__(message)
+        self.sqlstate = sqlstate
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            TablesMissing("outbox"),
+            str(TablesMissing("outbox")),
+        ),
+        (
+            DBAPIError(None, None, RefusedConnection("28P01", "password authentication failed")),
+            "password authentication failed",
+        ),
+        (
+            DBAPIError(None, None, RefusedConnection("3D000", 'database "shop" does not exist')),
+            'database "shop" does not exist',
+        ),
+    ],
+)
+async def test_a_setting_that_is_wrong_is_one_line_of_the_log(
+    error: Exception, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        await Worker(Doing("relay", refuse)).run()
+    [record] = [record for record in caplog.records if record.levelno == logging.CRITICAL]
+    assert (record.message, record.exc_info) == (f"relay has failed: {said}; the worker ends", None)
+
+
 async def test_the_callers_event_is_not_set_when_a_service_fails() -> None:
     stop = asyncio.Event()
     with pytest.raises(Bug):
@@ -279,7 +318,7 @@ def test_what_is_no_service_is_refused(what: Any) -> None:
 
 
 def test_services_have_names_of_their_own() -> None:
-    metadata, sessions, redis = MetaData(), async_sessionmaker[AsyncSession](), Any
+    metadata, sessions, redis = MetaData(), async_sessionmaker[AsyncSession](), Redis()
     outbox, keys = Outbox(metadata, schema="shop"), IdempotencyKeys(metadata)
     webhooks = Webhooks(metadata, keyring=Keyring({"one": bytes(32)}, write="one"))
 
@@ -289,7 +328,7 @@ def test_services_have_names_of_their_own() -> None:
 
     services: list[Service] = [
         Relay(outbox, sessions, publish),
-        StreamConsumer(redis, stream="orders", group="mailer"),  # type: ignore[arg-type]  # never connects
+        StreamConsumer(redis, stream="orders", group="mailer"),
         WebhookWorker(webhooks, sessions, resolver=resolve),
         Retention(sessions, {outbox: timedelta(days=1), keys: timedelta(days=1)}),
         Relay(outbox, sessions, publish),
