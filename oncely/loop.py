@@ -14,13 +14,16 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from oncely.backoff import Backoff
 
-__all__ = ["complete", "is_cancelled", "run_loop", "wait_for_either", "within"]
+__all__ = ["complete", "is_cancelled", "one_at_a_time", "run_loop", "wait_for_either", "within"]
 
 _T = TypeVar("_T")
+_S = TypeVar("_S")
+_P = ParamSpec("_P")
 
 _INSISTENCE = 0.5
 """Seconds from one cancellation to the next."""
@@ -63,6 +66,26 @@ async def run_loop(
                     await _wait_for_either(idle(), stopping)
     finally:
         await _end(stopping)
+
+
+def one_at_a_time(
+    run: Callable[Concatenate[_S, _P], Awaitable[_T]],
+) -> Callable[Concatenate[_S, _P], Coroutine[Any, Any, _T]]:
+    """The method, which raises RuntimeError while it runs on the same object: what it keeps is one run's."""
+
+    @wraps(run)
+    async def alone(service: _S, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        state = vars(service)
+        if state.get("_runs", False):
+            what = type(service).__name__
+            raise RuntimeError(f"this {what} runs already; make one {what} for each loop")
+        state["_runs"] = True
+        try:
+            return await run(service, *args, **kwargs)
+        finally:
+            state["_runs"] = False
+
+    return alone
 
 
 async def wait_for_either(waiting: Coroutine[Any, Any, object], stop: asyncio.Event) -> None:

@@ -23,7 +23,7 @@ from oncely.backoff import Backoff
 from oncely.delivery import Courier, Delivery
 from oncely.event import Publisher
 from oncely.ledger import Claim
-from oncely.loop import complete, run_loop, within
+from oncely.loop import complete, one_at_a_time, run_loop, within
 from oncely.outbox import Outbox
 from oncely.telemetry.batches import tell_claimed, tell_lost, tell_settled, traced
 from oncely.telemetry.records import Outage
@@ -133,6 +133,7 @@ class Relay:
     def name(self) -> str:
         return f"Relay {self.outbox.table.fullname}"
 
+    @one_at_a_time
     async def run(self, stop: asyncio.Event | None = None) -> None:
         """Work until `stop` is set or the task is cancelled.
 

@@ -20,7 +20,7 @@ from sqlalchemy.types import TypeEngine
 
 from oncely.arguments import check_count, check_duration, check_time
 from oncely.backoff import Backoff
-from oncely.loop import run_loop, within
+from oncely.loop import one_at_a_time, run_loop, within
 from oncely.telemetry.observer import Observer, guarded
 from oncely.telemetry.records import Outage, RowsPruned
 from oncely.transaction import Sessionmaker, check_sessionmaker, is_passing
@@ -109,6 +109,7 @@ class Retention:
     def name(self) -> str:
         return "Retention " + ", ".join(prunable.table.fullname for prunable in self.keep)
 
+    @one_at_a_time
     async def run(self, stop: asyncio.Event | None = None) -> None:
         """Work until `stop` is set or the task is cancelled; a database that is away is waited for."""
         await run_loop(

@@ -21,7 +21,7 @@ from typing import Protocol, runtime_checkable
 
 from oncely.arguments import check_duration
 from oncely.errors import TablesMissing
-from oncely.loop import complete, wait_for_either, within
+from oncely.loop import complete, one_at_a_time, wait_for_either, within
 from oncely.process import LoopFactory, run_process
 from oncely.transaction import sqlstates
 
@@ -99,7 +99,7 @@ class Worker:
         check_duration(grace, "grace")
         self._named: dict[str, Service] = {}
         for service in services:
-            if not isinstance(service, Service):
+            if isinstance(service, type) or not isinstance(service, Service):
                 raise TypeError(
                     f"a service has run(stop), name, waits_for and last_success, which {service!r} has not"
                 )
@@ -158,26 +158,29 @@ class Worker:
 
         return run_process(work, grace=self.grace, loop_factory=loop_factory)
 
+    @one_at_a_time
     async def _run(self, stop: asyncio.Event) -> list[Exception]:
         """What the services failed with, each of it logged when it happened."""
-        if self._tasks:
-            raise RuntimeError("this worker runs already")
         self._ending = asyncio.Event()
         failures: list[Exception] = []
         try:
             async with asyncio.TaskGroup() as group:
                 for name, service in self._named.items():
-                    self._tasks[name] = group.create_task(self._serve(name, service, failures), name=name)
+                    self._tasks[name] = group.create_task(
+                        self._serve(name, service, stop, failures), name=name
+                    )
                 group.create_task(self._end(stop))
         finally:
             self._tasks = {}
             await complete(self._close(), patience=self.grace / 10)
         return failures
 
-    async def _serve(self, name: str, service: Service, failures: list[Exception]) -> None:
+    async def _serve(
+        self, name: str, service: Service, stop: asyncio.Event, failures: list[Exception]
+    ) -> None:
         try:
             await service.run(self._ending)
-            if not self._ending.is_set():
+            if not self._ending.is_set() and not stop.is_set():
                 raise RuntimeError(f"{name} has returned, and nobody had stopped it")
         except asyncio.CancelledError:
             task = asyncio.current_task()

@@ -31,7 +31,7 @@ from oncely.arguments import check_duration
 from oncely.backoff import Backoff
 from oncely.errors import PublisherUnavailable
 from oncely.event import Handler
-from oncely.loop import complete, run_loop
+from oncely.loop import complete, one_at_a_time, run_loop
 from oncely.streams.client import Client, check_client
 from oncely.streams.deadletters import DeadLetters
 from oncely.streams.faults import BROKER_ERRORS, is_outage
@@ -150,7 +150,6 @@ class StreamConsumer:
             retry_after=retry_after_ms / 1000,
             concurrency=lambda: self.concurrency,
         )
-        self._runs = False
         self._turn = asyncio.Lock()
 
     @property
@@ -209,6 +208,7 @@ class StreamConsumer:
                 await self._worker.close()
             return self._in_flight.settled - before
 
+    @one_at_a_time
     async def run(self, stop: asyncio.Event | None = None) -> None:
         """Handle events until `stop` is set or the task is cancelled.
 
@@ -217,9 +217,6 @@ class StreamConsumer:
         """
         if not self._handling.routes:
             raise ValueError("no handler is subscribed: call subscribe() before run()")
-        if self._runs:
-            raise RuntimeError("this consumer runs already; make one consumer for each loop")
-        self._runs = True
         self._worker.stop = stop if stop is not None else asyncio.Event()
 
         async def tick() -> bool:
@@ -247,7 +244,6 @@ class StreamConsumer:
             patience = max(self.grace, _LEAST_PATIENCE)
             await complete(self._leave(patience), patience=3 * patience)
             self._worker.stop = asyncio.Event()
-            self._runs = False
 
     async def trim(self, *, keep: int = 100_000, force: bool = False) -> Trimmed:
         """Remove the oldest entries of the stream until `keep` are left, and none that is needed.

@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 from oncely.arguments import check_duration
 from oncely.backoff import Backoff
 from oncely.errors import PublisherUnavailable
-from oncely.loop import run_loop, within
+from oncely.loop import one_at_a_time, run_loop, within
 from oncely.telemetry.observer import Observer, guarded
 from oncely.telemetry.records import Outage, Record
 from oncely.transaction import Sessionmaker, check_sessionmaker, is_passing
@@ -73,6 +73,7 @@ class Gauges:
     def name(self) -> str:
         return "Gauges"
 
+    @one_at_a_time
     async def run(self, stop: asyncio.Event | None = None) -> None:
         """Work until `stop` is set or the task is cancelled; what is away is waited for."""
         await run_loop(

@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 from oncely.arguments import check_duration
 from oncely.backoff import Backoff
 from oncely.errors import SigningScopeUnknown
-from oncely.loop import complete, is_cancelled, run_loop, within
+from oncely.loop import complete, is_cancelled, one_at_a_time, run_loop, within
 from oncely.telemetry.records import Outage, WebhooksExpired
 from oncely.transaction import Sessionmaker, check_sessionmaker, is_passing
 from oncely.webhooks.delivery import Courier, WebhookAttempt
@@ -151,6 +151,7 @@ class WebhookWorker:
     def name(self) -> str:
         return f"WebhookWorker {self.webhooks.table.fullname}"
 
+    @one_at_a_time
     async def run(self, stop: asyncio.Event | None = None) -> None:
         """Work until `stop` is set or the task is cancelled.
 

@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
 from oncely import IdempotencyKeys, Outbox, Relay, Retention, TablesMissing, Worker
 from oncely.streams import StreamConsumer
+from oncely.telemetry import Gauges
 from oncely.webhooks import Keyring, Webhooks, WebhookWorker
 from oncely.worker import Service, ServiceHealth
 
@@ -112,6 +113,33 @@ async def test_it_runs_once_at_a_time() -> None:
     await service.begun.wait()
     with pytest.raises(RuntimeError, match="runs already"):
         await worker.run()
+    stop.set()
+    await running
+    assert service.ended == "in order"
+
+
+async def test_it_does_not_begin_again_before_it_has_closed() -> None:
+    closing, closed, stop = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def close() -> None:
+        closing.set()
+        await closed.wait()
+
+    worker = Worker(Idle(), close=[close])
+    stop.set()
+    running = asyncio.create_task(worker.run(stop))
+    await closing.wait()
+    with pytest.raises(RuntimeError, match="runs already"):
+        await worker.run(stop)
+    closed.set()
+    await running
+
+
+async def test_a_service_may_see_the_callers_stop_before_the_worker_does() -> None:
+    stop = asyncio.Event()
+    service = Doing("its own", stop.wait)
+    running = asyncio.create_task(Worker(service).run(stop))
+    await service.begun.wait()
     stop.set()
     await running
     assert service.ended == "in order"
@@ -311,13 +339,13 @@ def test_a_grace_that_is_none_is_refused() -> None:
         Worker(Idle(), grace=timedelta(0))
 
 
-@pytest.mark.parametrize("what", [[Idle("a")], Idle("a").run, None, "relay"])
+@pytest.mark.parametrize("what", [[Idle("a")], Idle("a").run, None, "relay", Relay])
 def test_what_is_no_service_is_refused(what: Any) -> None:
     with pytest.raises(TypeError, match="a service has"):
         Worker(what)
 
 
-def test_services_have_names_of_their_own() -> None:
+def every_service() -> list[Service]:
     metadata, sessions, redis = MetaData(), async_sessionmaker[AsyncSession](), Redis()
     outbox, keys = Outbox(metadata, schema="shop"), IdempotencyKeys(metadata)
     webhooks = Webhooks(metadata, keyring=Keyring({"one": bytes(32)}, write="one"))
@@ -326,13 +354,17 @@ def test_services_have_names_of_their_own() -> None:
 
     async def resolve(_: str) -> Any: ...
 
-    services: list[Service] = [
+    return [
         Relay(outbox, sessions, publish),
         StreamConsumer(redis, stream="orders", group="mailer"),
         WebhookWorker(webhooks, sessions, resolver=resolve),
         Retention(sessions, {outbox: timedelta(days=1), keys: timedelta(days=1)}),
         Relay(outbox, sessions, publish),
     ]
+
+
+def test_services_have_names_of_their_own() -> None:
+    services = every_service()
     assert [each.name for each in Worker(*services).health()] == [
         "Relay shop.outbox",
         "StreamConsumer orders/mailer",
@@ -341,3 +373,17 @@ def test_services_have_names_of_their_own() -> None:
         "Relay shop.outbox 2",
     ]
     assert [(each.waits_for, each.last_success) for each in services] == [(None, None)] * 5
+
+
+@pytest.mark.parametrize(
+    "service", [*every_service()[:4], Gauges(print, async_sessionmaker(), Outbox(MetaData()))]
+)
+async def test_each_service_runs_once_at_a_time(service: Service) -> None:
+    if isinstance(service, StreamConsumer):
+        service.subscribe("order.paid")(nothing)  # type: ignore[arg-type]  # never called
+    running = asyncio.create_task(service.run())
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="runs already"):
+        await service.run()
+    running.cancel()
+    await asyncio.wait([running])
