@@ -42,4 +42,4 @@ bench: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv .tox .bench build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf .venv .tox .bench .coverage build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

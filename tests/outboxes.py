@@ -9,7 +9,13 @@ from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import event, text
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
+from sqlalchemy.ext.asyncio import (
+    AsyncConnection,
+    AsyncEngine,
+    AsyncSession,
+    async_scoped_session,
+    async_sessionmaker,
+)
 
 from oncely import Event, NewEvent, Outbox
 from oncely.ledger import Claim, Failure
@@ -20,6 +26,7 @@ __all__ = [
     "Gate",
     "Refusing",
     "Sessions",
+    "calling",
     "claim",
     "claiming_is_held_up",
     "drained",
@@ -38,6 +45,21 @@ __all__ = [
 Sessions = async_sessionmaker[AsyncSession]
 
 LEASE = timedelta(seconds=30)
+
+
+@asynccontextmanager
+async def calling(kind: str, engine: AsyncEngine) -> AsyncIterator[Any]:
+    """A caller of each kind that emit takes; a connection commits and rolls back as a session does."""
+    if kind == "connection":
+        async with engine.connect() as connection:
+            yield connection
+    elif kind == "session":
+        async with AsyncSession(engine) as session:
+            yield session
+    else:
+        scoped = async_scoped_session(async_sessionmaker(engine), lambda: "the request")
+        yield scoped
+        await scoped.remove()
 
 
 async def emit(outbox: Outbox, sessions: Sessions, *payloads: object, **fields: Any) -> list[Any]:

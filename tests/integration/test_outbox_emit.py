@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from enum import Enum, StrEnum
 from typing import Any
@@ -13,33 +12,17 @@ from sqlalchemy import Column, Integer, MetaData, Table, Text, insert, select, t
 from sqlalchemy.ext.asyncio import (
     AsyncEngine,
     AsyncSession,
-    async_scoped_session,
     async_sessionmaker,
     create_async_engine,
 )
 
 from oncely import NewEvent, NoTransaction, Outbox
 from oncely.testing import RecordingPublisher
-from tests.outboxes import Sessions, emit, payloads, rows, sent_sql, states
+from tests.outboxes import Sessions, calling, emit, payloads, rows, sent_sql, states
 
 pytestmark = pytest.mark.in_schema
 
 CALLERS = ("session", "scoped session", "connection")
-
-
-@asynccontextmanager
-async def calling(kind: str, engine: AsyncEngine) -> AsyncIterator[Any]:
-    """A caller of each kind that emit takes; a connection commits and rolls back as a session does."""
-    if kind == "connection":
-        async with engine.connect() as connection:
-            yield connection
-    elif kind == "session":
-        async with AsyncSession(engine) as session:
-            yield session
-    else:
-        scoped = async_scoped_session(async_sessionmaker(engine), lambda: "the request")
-        yield scoped
-        await scoped.remove()
 
 
 @pytest.fixture(params=CALLERS)

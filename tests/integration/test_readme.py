@@ -46,11 +46,18 @@ def provider(request: httpx.Request) -> httpx.Response:
     return httpx.Response(200, json=json.loads(request.content) if request.method == "POST" else [])
 
 
-def test_the_tests_that_prove_its_promises_exist() -> None:
-    named = re.findall(r"`(test_\w+)`", README.read_text())
+def test_every_promise_names_the_tests_that_prove_it_and_they_exist() -> None:
+    section = README.read_text().partition("## What is promised")[2].partition("\n## ")[0]
+    head, rule, *rows = [line for line in section.splitlines() if line.startswith("|")]
+    assert (head, rule) == ("| promise | condition | test |", "|---|---|---|")
+    assert len(rows) >= 40
     tests = "\n".join(path.read_text() for path in README.parent.glob("tests/**/test_*.py"))
-    assert len(named) >= 14
-    assert [name for name in named if f"def {name}(" not in tests] == []
+    for row in rows:
+        _, promise, _condition, named, _ = (cell.strip() for cell in row.split("|"))
+        assert promise
+        names = re.findall(r"`(test_\w+)`", named)
+        assert ", ".join(f"`{name}`" for name in names) == named != ""
+        assert [name for name in names if f"def {name}(" not in tests] == []
 
 
 async def the_routes_answer(app: Any) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import asyncpg
@@ -13,7 +12,6 @@ from sqlalchemy.exc import DBAPIError, InternalError
 from sqlalchemy.ext.asyncio import (
     AsyncEngine,
     AsyncSession,
-    async_scoped_session,
     async_sessionmaker,
     create_async_engine,
 )
@@ -33,7 +31,7 @@ from oncely.transaction import (
     transact,
 )
 from tests.database import Database
-from tests.outboxes import Sessions, rows, sent_sql
+from tests.outboxes import Sessions, calling, rows, sent_sql
 
 PID = "SELECT pg_backend_pid()"
 
@@ -49,20 +47,6 @@ async def things(engine: AsyncEngine, metadata: MetaData) -> Table:
     async with engine.begin() as connection:
         await connection.run_sync(metadata.create_all)
     return table
-
-
-@asynccontextmanager
-async def calling(kind: str, engine: AsyncEngine) -> AsyncIterator[Any]:
-    if kind == "connection":
-        async with engine.connect() as connection:
-            yield connection
-    elif kind == "session":
-        async with AsyncSession(engine) as session:
-            yield session
-    else:
-        scoped = async_scoped_session(async_sessionmaker(engine), lambda: "the request")
-        yield scoped
-        await scoped.remove()
 
 
 def an_insert(things: Table) -> Statement:
