@@ -15,7 +15,7 @@ from sqlalchemy import MetaData
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker
 
-from oncely import IdempotencyKeys, Outbox, Relay, Retention, TablesMissing, Worker
+from oncely import Event, IdempotencyKeys, Outbox, Relay, Retention, TablesMissing, Worker
 from oncely.streams import StreamConsumer
 from oncely.telemetry import Gauges
 from oncely.webhooks import Keyring, Webhooks, WebhookWorker
@@ -380,7 +380,7 @@ def test_services_have_names_of_their_own() -> None:
 )
 async def test_each_service_runs_once_at_a_time(service: Service) -> None:
     if isinstance(service, StreamConsumer):
-        service.subscribe("order.paid")(nothing)  # type: ignore[arg-type]  # never called
+        service.subscribe("order.paid")(handle)
     running = asyncio.create_task(service.run())
     await asyncio.sleep(0)
     with pytest.raises(RuntimeError, match="runs already"):
