@@ -375,6 +375,9 @@ def test_services_have_names_of_their_own() -> None:
     assert [(each.waits_for, each.last_success) for each in services] == [(None, None)] * 5
 
 
+async def handle(event: Event) -> None: ...
+
+
 @pytest.mark.parametrize(
     "service", [*every_service()[:4], Gauges(print, async_sessionmaker(), Outbox(MetaData()))]
 )
