@@ -1,24 +1,26 @@
 """Records as metrics of Prometheus: `pip install 'oncely[prometheus]'`.
 
 observer = PrometheusObserver()
-start_http_server(9000)                  of prometheus_client, or its ASGI application
+worker = Worker(relay, MetricsServer(9000))
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection
+from datetime import UTC, datetime
 from typing import TypeVar
 
 from oncely.extras import needs
 
 needs("prometheus", "prometheus_client")
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from oncely.telemetry.metrics import METRICS, Metric
 from oncely.telemetry.records import Record
 
-__all__ = ["PrometheusObserver"]
+__all__ = ["MetricsServer", "PrometheusObserver"]
 
 _M = TypeVar("_M", Counter, Gauge, Histogram)
 
@@ -38,6 +40,39 @@ class PrometheusObserver:
     def __call__(self, record: Record) -> None:
         for note in self._notes.get(type(record), ()):
             note(record)
+
+
+class MetricsServer:
+    """A service of a Worker that shows `registry` at http://host:port/metrics while the worker runs.
+
+    It listens when it runs, not when it is made, so that commands which import the worker's module do not.
+    The answers come from a thread. Raises OSError when the port is taken, which ends the worker.
+    """
+
+    waits_for = None
+
+    def __init__(self, port: int, *, host: str = "0.0.0.0", registry: CollectorRegistry = REGISTRY) -> None:  # noqa: S104  to be scraped
+        self.port = port
+        self.host = host
+        self.registry = registry
+        self.last_success: datetime | None = None
+        """When it began to listen, by this machine's clock."""
+
+    @property
+    def name(self) -> str:
+        return f"MetricsServer {self.host}:{self.port}"
+
+    async def run(self, stop: asyncio.Event | None = None) -> None:
+        """Answer until `stop` is set or the task is cancelled."""
+        server, thread = start_http_server(self.port, self.host, self.registry)
+        self.last_success = datetime.now(UTC)
+        try:
+            await (stop if stop is not None else asyncio.Event()).wait()
+        finally:
+            # In a thread: it waits for the server's loop, which looks twice a second.
+            await asyncio.to_thread(server.shutdown)
+            server.server_close()
+            thread.join()
 
 
 def _note(metric: Metric, registry: CollectorRegistry, without: Collection[str]) -> Callable[[Record], None]:
