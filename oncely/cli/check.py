@@ -77,10 +77,7 @@ async def _check(place: Place, open_for: timedelta) -> list[Finding]:
                 look = partial(check_dead_letters, [stream.dead_letters], forgotten_after=forgotten_after)
                 findings += (await _looked(stream.dead_letters.dead_letter_stream, look))[0]
         findings += await check_settings(rooms.services, worker=rooms.worker)
-    # Of engines that lead to one server each sees the same; the times in what they say are not the same.
-    return list({(each.about, each.remedy or each.message): each for each in reversed(findings)}.values())[
-        ::-1
-    ]
+    return _distinct(findings)
 
 
 async def _check_database(
