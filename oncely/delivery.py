@@ -210,4 +210,6 @@ def _is_outage(error: Exception) -> bool:
     """Whether the error speaks of the broker: it is away, or took nothing and blames nobody."""
     if isinstance(error, PublishFailed):
         return not error.failures
+    if isinstance(error, ExceptionGroup):  # of a publisher that sends with several tasks
+        return all(map(_is_outage, error.exceptions))
     return isinstance(error, (OSError, PublisherUnavailable))  # ConnectionError, TimeoutError are OSErrors

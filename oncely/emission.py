@@ -21,7 +21,7 @@ from oncely.statement import Statement
 from oncely.telemetry.commit import tell_when_committed
 from oncely.telemetry.observer import GuardedObserver
 from oncely.telemetry.records import EventsEmitted
-from oncely.transaction import Caller, execute, join
+from oncely.transaction import Caller, execute, join, says_what_is_missing
 
 __all__ = ["Emission"]
 
@@ -136,7 +136,8 @@ class Emission:
         left = list(range(len(rows)))
         for _ in range(_MOST_TRIES):
             given = [rows[index] for index in left]
-            result = await connection.execute(self._unique, _columns(given, _UNIQUE_EVENTS))
+            with says_what_is_missing(self._events):
+                result = await connection.execute(self._unique, _columns(given, _UNIQUE_EVENTS))
             inserted = set(result.scalars())
             ids |= {index: rows[index]["id"] for index in left if rows[index]["id"] in inserted}
             left = [index for index in left if index not in ids]

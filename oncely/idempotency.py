@@ -18,10 +18,10 @@ import inspect
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from sqlalchemy import Integer, MetaData, Table, Text
 
@@ -37,7 +37,7 @@ from oncely.tables import idempotency_table
 from oncely.telemetry.commit import tell_when_committed
 from oncely.telemetry.observer import Observer, guarded
 from oncely.telemetry.records import RequestGuarded
-from oncely.transaction import Caller, execute, is_retryable, join, owner_of
+from oncely.transaction import Caller, execute, is_retryable, owner_of
 
 __all__ = [
     "Answer",
@@ -214,8 +214,8 @@ class IdempotencyKeys:
         """The stored answer of this key; None when it has none, or none any more."""
         check_key(scope, "scope")
         check_key(key, "key")
-        connection = await join(session, self.table)
-        row = (await connection.execute(self._get, {"scope": scope, "key": key})).first()
+        found = await execute(session, self.table, self._get, {"scope": scope, "key": key})
+        row: Sequence[Any] | None = found.first()
         return None if row is None else read_answer(*row)
 
     async def record(self, session: Caller, *, scope: str, key: str) -> KeyRecord | None:
@@ -252,11 +252,11 @@ class IdempotencyKeys:
         transaction stays.
         """
         check_key(scope, "scope")
-        connection = await join(session, self.table)
         if key is None:
-            return (await connection.execute(self._forget_scope, {"scope": scope})).rowcount
+            return (await execute(session, self.table, self._forget_scope, {"scope": scope})).rowcount
         check_key(key, "key")
-        return (await connection.execute(self._forget_key, {"scope": scope, "key": key})).rowcount
+        which = {"scope": scope, "key": key}
+        return (await execute(session, self.table, self._forget_key, which)).rowcount
 
     async def prune(
         self, session: Caller, *, older_than: timedelta | datetime, limit: int | None = None

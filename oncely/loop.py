@@ -19,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from oncely.backoff import Backoff
 
-__all__ = ["complete", "is_cancelled", "one_at_a_time", "run_loop", "wait_for_either", "within"]
+__all__ = ["complete", "end", "is_cancelled", "one_at_a_time", "run_loop", "wait_for_either", "within"]
 
 _T = TypeVar("_T")
 _S = TypeVar("_S")
@@ -51,6 +51,8 @@ async def run_loop(
     failures = 0
     try:
         while not stop.is_set():
+            if stopping.done():
+                stopping.result()  # an event of another loop, which nobody can wait for here
             try:
                 more = await _until_stopped(tick(), stopping, grace)
             except Exception as error:
@@ -65,7 +67,7 @@ async def run_loop(
                 if not more:
                     await _wait_for_either(idle(), stopping)
     finally:
-        await _end(stopping)
+        await end(stopping)
 
 
 def one_at_a_time(
@@ -94,7 +96,7 @@ async def wait_for_either(waiting: Coroutine[Any, Any, object], stop: asyncio.Ev
     try:
         await _wait_for_either(waiting, stopping)
     finally:
-        await _end(stopping)
+        await end(stopping)
 
 
 async def complete(
@@ -127,10 +129,31 @@ async def complete(
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({ending}, timeout=left)
         if not ending.done():
-            await _end(ending, patience)
+            await end(ending, patience=patience)
         elif (error := ending.exception()) is not None:
             raise asyncio.CancelledError from error
         raise
+
+
+async def end(*tasks: asyncio.Future[Any], patience: timedelta | None = None) -> bool:
+    """Cancel the tasks and wait until they have ended, for `patience` at most; whether they have.
+
+    Being cancelled meanwhile shortens nothing, and goes on after.
+    """
+    running = {task for task in tasks if not task.done()}
+    for task in running:
+        task.cancel()
+    deadline = None if patience is None else time.monotonic() + patience.total_seconds()
+    cancelled: asyncio.CancelledError | None = None
+    while running and (deadline is None or time.monotonic() < deadline):
+        left = None if deadline is None else deadline - time.monotonic()
+        try:
+            _, running = await asyncio.wait(running, timeout=left)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    return not running
 
 
 async def within(work: Coroutine[Any, Any, _T], limit: timedelta) -> _T:
@@ -168,7 +191,7 @@ async def _wait_for_either(waiting: Coroutine[Any, Any, object], stopping: async
         if task.done():
             task.result()
     finally:
-        await _end(task)
+        await end(task)
 
 
 async def _until_stopped(
@@ -182,18 +205,10 @@ async def _until_stopped(
             await asyncio.wait({task}, timeout=grace.total_seconds())
         if task.done():
             return task.result()
-        await _end(task, grace)
+        await end(task, patience=grace)
         if task.done() and not task.cancelled():
             return task.result()
         return False
     except asyncio.CancelledError:
-        await _end(task, grace)
+        await end(task, patience=grace)
         raise
-
-
-async def _end(task: asyncio.Future[Any], patience: timedelta | None = None) -> None:
-    """Cancel the task and wait until it has ended, for `patience` at most."""
-    if task.done():
-        return
-    task.cancel()
-    await asyncio.wait({task}, timeout=patience.total_seconds() if patience is not None else None)

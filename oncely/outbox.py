@@ -138,7 +138,8 @@ class Outbox:
         """
         check_id(event_id, "event_id")
         connection = await join(session, self.table)
-        isolation, claimed = (await connection.execute(self._claimed, {"id": event_id})).one()
+        with says_what_is_missing(self.table):
+            isolation, claimed = (await connection.execute(self._claimed, {"id": event_id})).one()
         if isolation not in ("read committed", "read uncommitted"):
             raise CancelUnsafe(f"cancel needs READ COMMITTED, this transaction is {isolation.upper()}")
         if claimed:
@@ -220,8 +221,7 @@ class Outbox:
         do not. An event with a delay counts from when it was due; once it has failed, that is not
         known any more, and it counts from when it was emitted.
         """
-        with says_what_is_missing(self.table):
-            return await self._statistics.lag_seconds(await join(session, self.table))
+        return await self._statistics.lag_seconds(session)
 
     async def stats(self, session: Caller, *, at_most: int = 100_000) -> OutboxStats:
         """How many events are in each state, and the lag, by one statement.
@@ -229,8 +229,7 @@ class Outbox:
         A count that has reached `at_most` may be higher: so far it was counted.
         """
         check_count(at_most, "at_most")
-        with says_what_is_missing(self.table):
-            return await self._statistics.look(await join(session, self.table), at_most=at_most)
+        return await self._statistics.look(session, at_most=at_most)
 
     async def measure(self, sessionmaker: Sessionmaker) -> list[OutboxMeasured]:
         """One look, as `oncely.telemetry.Gauges` takes it."""

@@ -23,7 +23,7 @@ from oncely.backoff import Backoff
 from oncely.delivery import Courier, Delivery
 from oncely.event import Publisher
 from oncely.ledger import Claim
-from oncely.loop import complete, one_at_a_time, run_loop, within
+from oncely.loop import complete, end, one_at_a_time, run_loop, within
 from oncely.outbox import Outbox
 from oncely.telemetry.batches import tell_claimed, tell_lost, tell_settled, traced
 from oncely.telemetry.records import Outage
@@ -140,17 +140,7 @@ class Relay:
         A broker or a database that is away is waited for; an error from the database that no waiting
         mends (a missing table, a missing right) ends the relay.
         """
-        work = asyncio.ensure_future(
-            run_loop(
-                self._tick,
-                stop=stop,
-                idle=self._idle,
-                grace=self.grace,
-                backoff=self.outage,
-                is_outage=lambda error: isinstance(error, _BrokerAway) or is_passing(error),
-                on_outage=self._note_outage,
-            )
-        )
+        self._woken = asyncio.Event()  # of the loop that runs now
         listening = None
         if self.listen:
             listening = asyncio.ensure_future(
@@ -159,15 +149,18 @@ class Relay:
                 )
             )
         try:
-            await asyncio.shield(work)
-        except asyncio.CancelledError:
-            work.cancel()
-            await asyncio.wait({work})
-            raise
+            await run_loop(
+                self._tick,
+                stop=stop,
+                idle=self._idle,
+                grace=self.grace,
+                backoff=self.outage,
+                is_outage=lambda error: isinstance(error, _BrokerAway) or is_passing(error),
+                on_outage=self._note_outage,
+            )
         finally:
             if listening is not None:
-                listening.cancel()
-                await asyncio.wait({listening})
+                await end(listening, patience=self.grace)
 
     async def run_once(self) -> RelayResult:
         """One pass: claim a batch, publish it, settle it. Nothing was claimed: all counts are 0.
@@ -265,10 +258,7 @@ class Relay:
             else:
                 delivery.lost = True
         finally:
-            keeping.cancel()
-            delivering.cancel()
-            _, running = await asyncio.wait(tasks, timeout=self._patience.total_seconds())
-            if delivering in running:
+            if not await end(delivering, keeping, patience=self._patience):
                 _log.error("the publisher goes on although it was cancelled")
 
     async def _keep(self, delivery: Delivery) -> None:

@@ -7,12 +7,14 @@ of what is open, never the table, and no state is counted further than asked.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy import Integer, Table
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from oncely.statement import Statement
+from oncely.transaction import Caller, execute
 
 __all__ = ["OutboxStats", "Statistics"]
 
@@ -36,18 +38,20 @@ class Statistics:
     """Looks at the tables of one outbox. `parks`: dead events hold back the later ones of their key."""
 
     def __init__(self, events: Table, claims: Table, *, parks: bool) -> None:
+        self._table = events
         tables = {"outbox": events, "claims": claims}
         lag = _LAG.replace("/* parked */", _PARKED if parks else "false")
         self._lag = Statement(lag, tables)
         self._look = Statement(_LOOK.replace("/* lag */", lag), tables, {"at_most": Integer})
 
-    async def lag_seconds(self, connection: AsyncConnection) -> float:
+    async def lag_seconds(self, session: Caller) -> float:
         """How long the first event in line has been due; 0.0 if there is none."""
-        return float((await connection.execute(self._lag)).scalar_one())
+        return float((await execute(session, self._table, self._lag, {})).scalar_one())
 
-    async def look(self, connection: AsyncConnection, *, at_most: int) -> OutboxStats:
+    async def look(self, session: Caller, *, at_most: int) -> OutboxStats:
         """All of it, by one statement. No count goes beyond `at_most`."""
-        row = (await connection.execute(self._look, {"at_most": at_most})).one()
+        found = await execute(session, self._table, self._look, {"at_most": at_most})
+        row: Sequence[Any] = found.one()
         return OutboxStats(*row)
 
 

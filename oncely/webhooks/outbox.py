@@ -130,7 +130,8 @@ class Webhooks:
             dedup_digest=_dedup_digest(caller, account, destination.url, type),
         )
         connection = await join(session, self.table)
-        webhook_id = await self._rows.write(connection, row, content, horizon=self.horizon)
+        with says_what_is_missing(self.table):
+            webhook_id = await self._rows.write(connection, row, content, horizon=self.horizon)
         if self.observer is not None:
             record = WebhookEnqueued(webhooks=self.table.fullname, type=type, repeated=webhook_id != row.id)
             tell_when_committed(session, self.observer, record)
@@ -301,7 +302,9 @@ class Webhooks:
         check_count(limit, "limit")
         if after is not None:
             check_id(after, "after")
-        return await self._rows.reseal(await join(session, self.table), after=after, limit=limit)
+        connection = await join(session, self.table)
+        with says_what_is_missing(self.table):
+            return await self._rows.reseal(connection, after=after, limit=limit)
 
     async def sealed_with(self, session: Caller) -> dict[str, int]:
         """How many rows are sealed with each key: one that has none left may go from the keyring."""

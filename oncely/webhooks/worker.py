@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias
 from oncely.arguments import check_duration
 from oncely.backoff import Backoff
 from oncely.errors import SigningScopeUnknown
-from oncely.loop import complete, is_cancelled, one_at_a_time, run_loop, within
+from oncely.loop import complete, end, is_cancelled, one_at_a_time, run_loop, within
 from oncely.telemetry.records import Outage, WebhooksExpired
 from oncely.transaction import Sessionmaker, check_sessionmaker, is_passing
 from oncely.webhooks.delivery import Courier, WebhookAttempt
@@ -171,7 +171,7 @@ class WebhookWorker:
             if self._flying:
                 await asyncio.wait(self._flying, timeout=self.grace.total_seconds())
         finally:
-            await _cancel(self._flying)
+            await end(*self._flying)
             ended, self._flying = self._flying, {}  # a worker that runs again begins anew
         _raise_first(ended)
 
@@ -186,7 +186,7 @@ class WebhookWorker:
             if tasks:
                 await asyncio.wait(tasks)
         finally:
-            await _cancel(tasks)
+            await end(*tasks)
         counts = Counter(task.result().outcome for task in tasks)
         return WebhookRun(
             delivered=counts["delivered"],
@@ -319,12 +319,3 @@ def _raise_first(ended: Iterable[asyncio.Task[WebhookAttempt]]) -> None:
     errors = [task.exception() for task in ended if not task.cancelled()]
     for error in filter(None, errors):
         raise error
-
-
-async def _cancel(tasks: Iterable[asyncio.Task[WebhookAttempt]]) -> None:
-    """Cancel those that go on, and wait until they have given back what they can."""
-    running = [task for task in tasks if not task.done()]
-    for task in running:
-        task.cancel()
-    if running:
-        await asyncio.wait(running)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import anyio
 import pytest
 from sqlalchemy import MetaData, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
@@ -14,6 +15,7 @@ from sqlalchemy.pool import NullPool
 
 from oncely import Event, Outbox, Relay, RelayResult, TablesMissing
 from oncely.testing import RecordingPublisher
+from tests.database import Database
 from tests.outboxes import Gate, Sessions, emit, execute, payloads, rows, states
 from tests.relays import Broker, hasty, running
 from tests.waiting import backend_waits, until
@@ -99,6 +101,39 @@ async def test_cancelled_it_gives_back_what_is_in_flight(
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
         await work
+    assert await states(engine) == {"a": "open"}
+    assert await claims(engine) == 0
+
+
+@pytest.mark.parametrize("once", [False, True])
+async def test_cancelled_again_and_again_it_still_gives_back_and_leaves_nothing_running(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, once: bool
+) -> None:
+    await emit(outbox, sessions, "a")
+    entered, ended = asyncio.Event(), []
+
+    async def publish(events: Sequence[Event]) -> None:
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.02)
+            ended.append(True)
+
+    relay, before = hasty(outbox, sessions, publish), asyncio.all_tasks()
+
+    async def work() -> None:
+        with anyio.CancelScope() as scope:
+            scopes.append(scope)
+            await (relay.run_once() if once else relay.run())
+
+    scopes: list[anyio.CancelScope] = []
+    task = asyncio.create_task(work())
+    await entered.wait()
+    scopes[0].cancel()
+    await task
+    assert ended == [True]
+    assert asyncio.all_tasks() == before
     assert await states(engine) == {"a": "open"}
     assert await claims(engine) == 0
 
@@ -292,6 +327,27 @@ async def test_a_missing_table_ends_it(
     async with asyncio.timeout(10):
         with pytest.raises(TablesMissing, match="'outbox', or one that belongs to it, does not exist"):
             await hasty(outbox, sessions, RecordingPublisher()).run()
+
+
+def test_it_runs_again_in_another_loop(database: Database) -> None:
+    outbox, publish = Outbox(MetaData()), RecordingPublisher()
+    sessions = async_sessionmaker(database.engine(poolclass=NullPool))
+    relay = hasty(outbox, sessions, publish)
+
+    async def run(payload: str) -> None:
+        async with running(relay):
+            await until(lambda: relay.last_success is not None)
+            await emit(outbox, sessions, payload)
+            await until(lambda: payload in payloads(publish.events))
+
+    async def make() -> None:
+        async with sessions.kw["bind"].begin() as connection:
+            await connection.run_sync(outbox.table.metadata.create_all)
+
+    asyncio.run(make())
+    asyncio.run(run("a"))
+    asyncio.run(run("b"))
+    assert payloads(publish.events) == ["a", "b"]
 
 
 async def test_one_connection_is_enough_and_one_to_listen(

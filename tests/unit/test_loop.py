@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from oncely.backoff import Backoff
-from oncely.loop import run_loop
+from oncely.loop import end, run_loop
 
 INSTANT = Backoff(first=timedelta(microseconds=1), maximum=timedelta(microseconds=1))
 
@@ -148,3 +149,60 @@ async def test_no_task_is_left_behind() -> None:
     await test_it_ticks_at_once_while_there_is_more_and_idles_when_not()
     await test_an_outage_is_reported_and_waited_out()
     assert asyncio.all_tasks() == before
+
+
+async def test_a_stop_that_belongs_to_another_loop_is_an_error_and_no_hot_loop() -> None:
+    stop = asyncio.Event()
+
+    def elsewhere() -> None:
+        with contextlib.suppress(TimeoutError):
+            asyncio.run(asyncio.wait_for(stop.wait(), 0.001))
+
+    await asyncio.to_thread(elsewhere)
+
+    async def tick() -> bool:
+        return False
+
+    async with asyncio.timeout(5):
+        with pytest.raises(RuntimeError, match="bound to a different event loop"):
+            await run(tick, stop)
+
+
+@pytest.mark.parametrize("times", [2, 5])
+async def test_cancelled_again_it_still_waits_for_the_tick(times: int) -> None:
+    started, may_end, given_back = asyncio.Event(), asyncio.Event(), []
+
+    async def tick() -> bool:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await may_end.wait()
+            given_back.append(True)
+        return True
+
+    loop = asyncio.create_task(run(tick))
+    await started.wait()
+    for _ in range(times):
+        loop.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert not loop.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await loop
+    assert given_back == [True]
+
+
+async def test_what_is_cancelled_is_not_waited_for_without_end() -> None:
+    async def stubborn() -> None:
+        while not freed.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await freed.wait()
+
+    freed = asyncio.Event()
+    task = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    assert await end(task, patience=timedelta(milliseconds=1)) is False
+    freed.set()
+    assert await end(task) is True

@@ -345,3 +345,18 @@ async def test_an_error_is_kept_in_a_form_that_can_be_stored(error: Exception, t
     batch = delivery(event("a"))
     await courier(Broker(a=error)).deliver(batch)
     assert [failure.error for failure in batch.failures] == [text]
+
+
+@pytest.mark.parametrize(
+    ("errors", "became"),
+    [
+        ([AWAY, TimeoutError(), ExceptionGroup("inner", [AWAY])], "open"),
+        ([AWAY, ValueError()], "again in 1 s"),
+    ],
+)
+async def test_a_group_of_errors_is_an_outage_when_each_of_them_is(
+    errors: list[Exception], became: str
+) -> None:
+    batch = delivery(event("a"))
+    await courier(Broker(a=ExceptionGroup("several", errors))).deliver(batch)
+    assert outcome(batch) == {"a": became}
