@@ -144,6 +144,9 @@ async def _in_session(
 ) -> _T:
     # As a whole in SQLAlchemy's greenlet, which is quicker than a switch for each of its steps.
     def in_session(session: Session) -> _T:
+        session.twophase = False  # there is nothing to agree on: all of it is in one database
+        if not session.in_transaction():
+            session.begin()
         connection = session.connection({"clause": table}, {"isolation_level": isolation_level})
         with says_what_is_missing(table):
             result = work(connection)

@@ -329,6 +329,20 @@ async def test_a_missing_table_ends_it(
             await hasty(outbox, sessions, RecordingPublisher()).run()
 
 
+@pytest.mark.parametrize("settings", [{"twophase": True}, {"autobegin": False}, {"expire_on_commit": False}])
+async def test_it_takes_whatever_makes_sessions(
+    driver: str, outbox: Outbox, engine: AsyncEngine, sessions: Sessions, settings: dict[str, Any]
+) -> None:
+    await emit(outbox, sessions, "a")
+    publish = RecordingPublisher()
+    async with running(hasty(outbox, async_sessionmaker(engine, **settings), publish)):
+        await until(lambda: len(publish.events) == 1)
+        await emit(outbox, sessions, "b")
+        await until(lambda: len(publish.events) == 2)
+    assert await states(engine) == {"a": "published", "b": "published"}
+    assert await rows(engine, "SELECT gid FROM pg_prepared_xacts WHERE database = current_database()") == []
+
+
 def test_it_runs_again_in_another_loop(database: Database) -> None:
     outbox, publish = Outbox(MetaData()), RecordingPublisher()
     sessions = async_sessionmaker(database.engine(poolclass=NullPool))
@@ -353,13 +367,31 @@ def test_it_runs_again_in_another_loop(database: Database) -> None:
 async def test_one_connection_is_enough_and_one_to_listen(
     driver: str, outbox: Outbox, engines: Callable[..., AsyncEngine], sessions: Sessions
 ) -> None:
-    small = async_sessionmaker(engines(pool_size=1, max_overflow=0, pool_timeout=5))
+    small = async_sessionmaker(engines(pool_size=1, max_overflow=0))
     publish = RecordingPublisher()
-    async with running(hasty(outbox, small, publish, lease=timedelta(milliseconds=30))):
+    async with running(hasty(outbox, small, publish)):
         await emit(outbox, sessions, *range(50))
         await until(lambda: len(publish.events) == 50)
         await emit(outbox, small, "from the same pool")
         await until(lambda: len(publish.events) == 51)
+
+
+async def test_one_connection_is_enough_to_publish_and_renew(
+    outbox: Outbox, engine: AsyncEngine, engines: Callable[..., AsyncEngine], sessions: Sessions
+) -> None:
+    small, gate = async_sessionmaker(engines(pool_size=1, max_overflow=0)), Gate()
+    await emit(outbox, sessions, "a")
+    expires_at = "SELECT expires_at FROM outbox_claims"
+    async with running(hasty(outbox, small, gate, lease=timedelta(seconds=3))):
+        await gate.entered.wait()
+        first = await rows(engine, expires_at)
+        await until(lambda: _differs(engine, expires_at, first))
+        gate.opened.set()
+        await until(lambda: len(gate.events) > 0)
+
+
+async def _differs(engine: AsyncEngine, sql: str, found: list[Any]) -> bool:
+    return await rows(engine, sql) != found
 
 
 @pytest.mark.parametrize(
