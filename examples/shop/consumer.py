@@ -14,7 +14,7 @@ from uuid import UUID
 from sqlalchemy import update
 from sqlalchemy.ext.asyncio import async_sessionmaker
 
-from examples.shop.models import Order, inbox
+from examples.shop.models import Order, inbox, observer
 from examples.shop.places import make_engine, make_redis, stream_name
 from oncely import Event, Worker
 from oncely.streams import StreamConsumer
@@ -29,8 +29,14 @@ def make_worker() -> Worker:
     """The consumer of the stream."""
     engine, redis = make_engine(), make_redis()
     sessions = async_sessionmaker(engine)
+    # Soon again: the printer is often out of paper. The client's timeout, in places.py, has to be shorter.
     consumer = StreamConsumer(
-        redis, stream=stream_name(), group="tickets", retry_after_ms=200, max_attempts=20
+        redis,
+        stream=stream_name(),
+        group="tickets",
+        retry_after_ms=1_000,
+        max_attempts=20,
+        observer=observer,
     )
 
     @consumer.subscribe("order.placed")

@@ -7,17 +7,21 @@ from uuid import UUID, uuid4
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from oncely import IdempotencyKeys, Inbox, Outbox
+from oncely.telemetry.logging import LoggingObserver
 
-__all__ = ["Base", "Order", "Seat", "inbox", "keys", "outbox"]
+__all__ = ["Base", "Order", "Seat", "inbox", "keys", "observer", "outbox"]
 
 
 class Base(DeclarativeBase):
     """What the shop's tables have in common: their MetaData."""
 
 
-keys = IdempotencyKeys(Base.metadata)
-outbox = Outbox(Base.metadata)
-inbox = Inbox(Base.metadata)
+observer = LoggingObserver()
+"""Writes what happens to the log; PrometheusObserver and OpenTelemetryObserver would take its place."""
+
+keys = IdempotencyKeys(Base.metadata, observer=observer)
+outbox = Outbox(Base.metadata, observer=observer)
+inbox = Inbox(Base.metadata, observer=observer)
 
 
 class Seat(Base):

@@ -24,7 +24,8 @@ def make_engine() -> AsyncEngine:
 
 
 def make_redis() -> Redis:
-    return Redis.from_url(os.environ["SHOP_REDIS_URL"])
+    """A client that gives up sooner than the consumer's entries are another worker's: `oncely check` asks."""
+    return Redis.from_url(os.environ["SHOP_REDIS_URL"], socket_timeout=0.5)
 
 
 def stream_name() -> str:

@@ -26,6 +26,13 @@ def make_worker() -> Worker:
     sessions = async_sessionmaker(engine)
     publish = stream_publisher(redis, stream_name())
     # Small batches and a short lease: the demo kills relays and does not want to wait.
-    relay = Relay(outbox, sessions, publish, batch=20, lease=timedelta(seconds=1))
+    relay = Relay(
+        outbox,
+        sessions,
+        publish,
+        batch=20,
+        lease=timedelta(seconds=2),
+        database_timeout=timedelta(seconds=1),
+    )
     retention = Retention(sessions, dict.fromkeys((outbox, keys, inbox), timedelta(days=7)))
     return Worker(relay, retention, close=[redis.aclose, engine.dispose])

@@ -18,6 +18,8 @@ from sqlalchemy import make_url, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from examples.shop.models import Base
+from examples.shop.places import make_engine
 from oncely.testing import EmbeddedPostgres
 from tests.command import Ran, oncely
 from tests.database import Database
@@ -380,3 +382,19 @@ from oncely.streams import StreamConsumer
 consumer = StreamConsumer(Redis(unix_socket_path="/nowhere"), stream="orders", max_attempts=20, concurrency=4)
 rooms = [*rooms, consumer, Retention(sessions, {inbox: timedelta(days=30)})]
 """
+
+
+@pytest.mark.parametrize("process", ["relay", "consumer"])
+async def test_nothing_is_wrong_with_the_shop(
+    database: Database, redis_url: str, stream: str, monkeypatch: pytest.MonkeyPatch, process: str
+) -> None:
+    environment = {"DATABASE_URL": database.url, "SCHEMA": "shop", "REDIS_URL": redis_url, "STREAM": stream}
+    for name, value in environment.items():
+        monkeypatch.setenv(f"SHOP_{name}", value)
+    await execute(database.url, "CREATE SCHEMA shop")
+    engine = make_engine()
+    async with engine.begin() as connection:
+        await connection.run_sync(Base.metadata.create_all)
+    await engine.dispose()
+    ran = await oncely("check", f"examples.shop.{process}:make_worker")
+    assert (ran.exit_code, ran.stdout.splitlines()[-1].partition(",")[0]) == (0, "0 wrong")
