@@ -12,10 +12,12 @@ from datetime import datetime, timedelta
 from functools import partial
 from uuid import UUID
 
+from oncely.backoff import Backoff
 from oncely.event import check_key
 
 __all__ = [
     "check_async",
+    "check_backoff",
     "check_count",
     "check_duration",
     "check_id",
@@ -70,6 +72,12 @@ def check_duration(value: object, what: str) -> None:
         raise TypeError(f"{what} must be a timedelta, not {type(value).__name__}")
     if value <= timedelta(0):
         raise ValueError(f"{what} must be positive, not {value}")
+
+
+def check_backoff(value: object, what: str) -> None:
+    """Raise unless this is a Backoff: another thing would be found out at the first failure."""
+    if not isinstance(value, Backoff):
+        raise TypeError(f"{what} must be a Backoff, not {type(value).__name__}")
 
 
 def check_count(value: object, what: str, *, least: int = 1) -> None:

@@ -93,6 +93,8 @@ class Emission:
 
     def _row(self, event: NewEvent, place: str, trace: Mapping[str, str] | None) -> dict[str, Any]:
         """The event's parameters, checked and encoded. `place` begins the message of a refusal."""
+        if not isinstance(event, NewEvent):
+            raise TypeError(f"{place.rstrip()} must be a NewEvent, not {type(event).__name__}")
         check_key(event.topic, f"{place}topic")
         if not event.topic:
             raise InvalidKey(f"{place}topic is empty")
@@ -113,6 +115,8 @@ class Emission:
             )
         headers = None
         if event.headers is not None:
+            if not isinstance(event.headers, Mapping):
+                raise TypeError(f"{place}headers must be a mapping, not {type(event.headers).__name__}")
             pairs = event.headers.items()
             wrong = [pair[0] for pair in pairs if not all(isinstance(text, str) for text in pair)]
             if wrong:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
-from oncely.arguments import check_async, check_duration, check_takes
+from oncely.arguments import check_async, check_backoff, check_count, check_duration, check_takes
 from oncely.backoff import Backoff
 from oncely.delivery import Courier, Delivery
 from oncely.event import Publisher
@@ -88,11 +88,15 @@ class Relay:
         listen: bool = True,
         listen_url: str | None = None,
     ) -> None:
+        if not isinstance(outbox, Outbox):
+            raise TypeError(f"outbox must be an Outbox, not {type(outbox).__name__}")
         check_async(publish, "publish")
         check_takes(publish, "publish", "events")
         check_sessionmaker(sessionmaker)
-        if batch < 1 or max_attempts < 1:
-            raise ValueError(f"batch ({batch}) and max_attempts ({max_attempts}) must be 1 or more")
+        check_count(batch, "batch")
+        check_count(max_attempts, "max_attempts")
+        check_backoff(retry, "retry")
+        check_backoff(outage, "outage")
         durations = {
             "lease": lease,
             "publish_timeout": publish_timeout,

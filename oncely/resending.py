@@ -35,6 +35,8 @@ class Resending:
         self, session: Caller, *, since: datetime, until: datetime | None, topic: str | None
     ) -> int:
         """Make due what was published from `since` on and before `until`; returns how many."""
+        if since is None:
+            raise TypeError("since must be a datetime, not NoneType")
         check_time(since, "since")
         check_time(until, "until")
         check_text(topic, "topic")

@@ -18,7 +18,7 @@ from sqlalchemy import DateTime, Interval, Table
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.types import TypeEngine
 
-from oncely.arguments import check_count, check_duration, check_time
+from oncely.arguments import check_backoff, check_count, check_duration, check_time
 from oncely.backoff import Backoff
 from oncely.loop import one_at_a_time, run_loop, within
 from oncely.telemetry.observer import Observer, guarded
@@ -85,6 +85,7 @@ class Retention:
         durations = {"interval": interval, "database_timeout": database_timeout, "grace": grace}
         for name, duration in durations.items():
             check_duration(duration, name)
+        check_backoff(outage, "outage")
         for prunable, age in keep.items():
             if not isinstance(age, timedelta):
                 raise TypeError(

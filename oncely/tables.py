@@ -303,6 +303,10 @@ def _present(
     """
     if not isinstance(metadata, MetaData):
         raise TypeError(f"metadata must be a MetaData (Base.metadata, say), not {metadata!r}")
+    if not isinstance(name, str):
+        raise TypeError(f"table_name must be a str, not {type(name).__name__}")
+    if not name:
+        raise ValueError("table_name is empty")
     names = [name, *(str(item.name) for item in items() if isinstance(item, (CheckConstraint, Index)))]
     longest = max(names, key=lambda each: len(each.encode()))
     if len(longest.encode()) > _LONGEST_NAME:

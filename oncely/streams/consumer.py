@@ -27,7 +27,7 @@ from time import monotonic
 from typing import Literal, overload
 from uuid import uuid4
 
-from oncely.arguments import check_duration
+from oncely.arguments import check_backoff, check_duration
 from oncely.backoff import Backoff
 from oncely.errors import PublisherUnavailable
 from oncely.event import Handler
@@ -123,6 +123,7 @@ class StreamConsumer:
             if value < 1:
                 raise ValueError(f"{name} must be 1 or more, not {value}")
         check_duration(grace, "grace")
+        check_backoff(outage, "outage")
         check_client(redis)
         self.redis = redis
         self.stream = stream

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Literal, Protocol
 
-from oncely.arguments import check_duration
+from oncely.arguments import check_backoff, check_duration
 from oncely.backoff import Backoff
 from oncely.errors import PublisherUnavailable
 from oncely.loop import one_at_a_time, run_loop, within
@@ -54,6 +54,7 @@ class Gauges:
     ) -> None:
         for name, duration in (("interval", interval), ("timeout", timeout), ("grace", grace)):
             check_duration(duration, name)
+        check_backoff(outage, "outage")
         check_sessionmaker(sessionmaker)
         if not measured:
             raise ValueError("there is nothing to measure: give an Outbox, a StreamConsumer or Webhooks")

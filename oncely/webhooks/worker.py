@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal, TypeAlias
 
-from oncely.arguments import check_duration
+from oncely.arguments import check_backoff, check_duration
 from oncely.backoff import Backoff
 from oncely.errors import SigningScopeUnknown
 from oncely.loop import complete, end, is_cancelled, one_at_a_time, run_loop, within
@@ -109,6 +109,8 @@ class WebhookWorker:
         }
         for name, duration in durations.items():
             check_duration(duration, name)
+        check_backoff(retry, "retry")
+        check_backoff(outage, "outage")
         if lease > webhooks.horizon / _LEASES_IN_A_HORIZON:
             raise ValueError(
                 f"lease ({lease}) must be {_LEASES_IN_A_HORIZON} times shorter than the horizon "
