@@ -5,6 +5,7 @@
     upkeep.py       what autovacuum was told about the tables
     deadletters.py  dead letters that are older than what an inbox remembers
     settings.py     settings that contradict each other, with the arithmetic
+    location.py     where a connection finds a table, and its name to paste
 
 Each check looks and changes nothing; it returns a Finding for whatever it has to say.
 """

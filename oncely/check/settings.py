@@ -7,15 +7,15 @@ there.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Engine, Table
 from sqlalchemy.pool import QueuePool
 
 from oncely.check.finding import Finding
+from oncely.check.kind import is_consumer, is_webhook_worker
 from oncely.check.length import spell
 from oncely.inbox import Inbox
 from oncely.outbox import Outbox
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from redis.asyncio import Redis, RedisCluster
 
     from oncely.streams import StreamConsumer
-    from oncely.webhooks import WebhookWorker
 
 __all__ = ["check_settings"]
 
@@ -40,7 +39,7 @@ async def check_settings(services: Sequence[object], *, worker: Worker | None = 
     Others, of the user's own, are passed over. No connection is made.
     """
     relays = [service for service in services if isinstance(service, Relay)]
-    consumers = [service for service in services if _is_consumer(service)]
+    consumers = [service for service in services if is_consumer(service)]
     retentions = [service for service in services if isinstance(service, Retention)]
     return [
         *(finding for relay in relays for finding in _check_relay(relay)),
@@ -172,7 +171,7 @@ def _sessions(service: object) -> Iterable[tuple[str, Sessionmaker, Table]]:
         tables = (getattr(each, "table", None) for each in service.measured)
         for table in [table for table in tables if isinstance(table, Table)][:1]:  # one after the other
             yield service.name, service.sessionmaker, table
-    elif _is_webhook_worker(service):
+    elif is_webhook_worker(service):
         yield service.name, service.sessionmaker, service.webhooks.table
 
 
@@ -184,17 +183,3 @@ def _socket_timeout(client: Redis | RedisCluster) -> float | None:
         return found
     timeout: float | None = pool.make_connection().socket_timeout  # not connected; it knows the default
     return timeout
-
-
-def _is_consumer(service: object) -> TypeGuard[StreamConsumer]:
-    return _is_a(service, "oncely.streams.consumer", "StreamConsumer")
-
-
-def _is_webhook_worker(service: object) -> TypeGuard[WebhookWorker]:
-    return _is_a(service, "oncely.webhooks.worker", "WebhookWorker")
-
-
-def _is_a(service: object, module: str, name: str) -> bool:
-    """Whether it is of a class whose module needs an extra: an object of it is there only if that is."""
-    loaded = sys.modules.get(module)
-    return loaded is not None and isinstance(service, getattr(loaded, name))

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from oncely.check.length import spell
 from oncely.cli.failure import WRONG, WRONG_USE, Failure, printable
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
     "print_line",
     "print_table",
     "print_warning",
-    "seconds_of",
     "shown",
 ]
 
@@ -125,30 +125,14 @@ def shown(value: object) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return seconds_of(value)
+        return spell(timedelta(seconds=value))
     if isinstance(value, timedelta):
-        return seconds_of(value.total_seconds())
+        return spell(value)
     if isinstance(value, datetime):
         return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
     if isinstance(value, Enum):
         return str(value.value)
     return printable(str(value))
-
-
-def seconds_of(seconds: float) -> str:
-    """A length of time in its two largest units: 0.4s, 12s, 3m 5s, 2h 40m, 6d 1h."""
-    if 0 < seconds < 10:
-        return f"{seconds:.1f}s"
-    whole = round(seconds)
-    for size, unit, smaller, smaller_unit in (
-        (86_400, "d", 3600, "h"),
-        (3600, "h", 60, "m"),
-        (60, "m", 1, "s"),
-    ):
-        if whole >= size:
-            rest = whole % size // smaller
-            return f"{whole // size:,}{unit}" + (f" {rest}{smaller_unit}" if rest else "")
-    return f"{whole}s"
 
 
 def _longest_line(word: str) -> int:

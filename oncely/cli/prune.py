@@ -13,8 +13,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from oncely.check.length import spell
 from oncely.cli.failure import WRONG_USE, Failure
-from oncely.cli.output import Json, Yes, confirm, print_json, print_line, seconds_of
+from oncely.cli.output import Json, Yes, confirm, print_json, print_line
 from oncely.cli.place import Place, placed
 from oncely.cli.rooms import Rooms, Stored, open_rooms
 from oncely.cli.times import age
@@ -181,7 +182,7 @@ def _print(tasks: Sequence[_Task], *, json: bool) -> None:
         print_json({"asked": asked, "done": done, "by": by})
         return
     for task in tasks:
-        older = seconds_of(task.older_than.total_seconds())
+        older = spell(task.older_than)
         print_line(f"{task.where}: {task.done:,} deleted, older than {older}")
 
 

@@ -6,16 +6,16 @@ target, if there is one only, or the database of ONCELY_DATABASE_URL.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sqlalchemy import Engine
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
+from oncely.check.kind import is_consumer, is_webhook_worker, is_webhooks
 from oncely.cli.address import connect
 from oncely.cli.discovery import Room, discover
 from oncely.cli.failure import WRONG_USE, Failure
@@ -128,7 +128,7 @@ class _Finds:
             self.add(found.outbox, found.sessionmaker)
         elif isinstance(found, Retention):
             for prunable, age in found.keep.items():
-                if isinstance(prunable, (Outbox, IdempotencyKeys, Inbox)) or _is_webhooks(prunable):
+                if isinstance(prunable, (Outbox, IdempotencyKeys, Inbox)) or is_webhooks(prunable):
                     self.add(prunable, found.sessionmaker)
                     self.ages[prunable.table.fullname] = age
         elif isinstance(found, (Outbox, IdempotencyKeys, Inbox)):
@@ -139,12 +139,12 @@ class _Finds:
             self.sessionmakers.append(async_sessionmaker(found))
         elif isinstance(found, async_sessionmaker):
             self.sessionmakers.append(found)
-        elif _is_a(found, "oncely.webhooks.worker", "WebhookWorker"):
-            self.add(found.webhooks, found.sessionmaker)  # type: ignore[attr-defined]
-        elif _is_webhooks(found):
+        elif is_webhook_worker(found):
+            self.add(found.webhooks, found.sessionmaker)
+        elif is_webhooks(found):
             self.add(found, None)
-        elif _is_a(found, "oncely.streams.consumer", "StreamConsumer"):
-            self.add_stream(found)  # type: ignore[arg-type]
+        elif is_consumer(found):
+            self.add_stream(found)
         elif isinstance(found, Worker):
             self.worker = found
             for each in found.services:
@@ -204,7 +204,7 @@ class _Finds:
             keys=of(IdempotencyKeys),
             inboxes=of(Inbox),
             effects=of(Effects),
-            webhooks=[each for each in by_name if _is_webhooks(each.room)],
+            webhooks=[each for each in by_name if is_webhooks(each.room)],
             streams=streams,
             ages=self.ages,
             services=self.services,
@@ -245,16 +245,6 @@ class _Finds:
             await AsyncEngine(engine).dispose()
         for stream in self.streams:
             await stream.redis.aclose()
-
-
-def _is_a(found: object, module: str, name: str) -> bool:
-    """Whether it is of a class whose module needs an extra: an object of it is there only if that is."""
-    loaded = sys.modules.get(module)
-    return loaded is not None and isinstance(found, getattr(loaded, name))
-
-
-def _is_webhooks(found: object) -> TypeGuard[Webhooks]:
-    return _is_a(found, "oncely.webhooks.outbox", "Webhooks")
 
 
 def _redis(url: str) -> Redis:

@@ -10,26 +10,8 @@ import pytest
 
 from oncely.cli.__main__ import main
 from oncely.cli.failure import Failure, printable
-from oncely.cli.output import print_json, print_table, seconds_of, shown
+from oncely.cli.output import print_json, print_table, shown
 from oncely.cli.times import age, moment
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0s"),
-        (0.04, "0.0s"),
-        (3.26, "3.3s"),
-        (42.4, "42s"),
-        (60, "1m"),
-        (185, "3m 5s"),
-        (7200, "2h"),
-        (9_660, "2h 41m"),
-        (86_400 * 1_001 + 3_600, "1,001d 1h"),
-    ],
-)
-def test_a_length_of_time_is_said_in_its_two_largest_units(seconds: float, text: str) -> None:
-    assert seconds_of(seconds) == text
 
 
 @pytest.mark.parametrize(
