@@ -13,8 +13,9 @@ import inspect
 import json
 import os
 import re
+import types
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from redis.asyncio import Redis
 from sqlalchemy import make_url
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from oncely import Worker
+from oncely import Event, PublisherUnavailable, Relay, Worker
+from oncely.backoff import Backoff
 from oncely.event import uuid7
 from oncely.webhooks import Message, StandardWebhooks
 from tests.database import Database
@@ -60,6 +62,29 @@ def test_every_promise_names_the_tests_that_prove_it_and_they_exist() -> None:
         assert [name for name in names if f"def {name}(" not in tests] == []
 
 
+def test_the_relays_settings_are_listed_with_their_defaults() -> None:
+    table = README.read_text().partition("| setting | default | what it is |\n|---|---|---|\n")[2]
+    listed = [
+        [cell.strip() for cell in row.split("|")[1:3]] for row in table.partition("\n\n")[0].splitlines()
+    ]
+    settings = [
+        each for each in inspect.signature(Relay).parameters.values() if each.kind is each.KEYWORD_ONLY
+    ]
+    assert listed == [[f"`{each.name}`", _in_words(each.default)] for each in settings]
+
+
+def _in_words(value: object) -> str:
+    if isinstance(value, Backoff):
+        assert (value.factor, value.jitter) == (2, 0.2)
+        return f"{_in_words(value.first)} to {_in_words(value.maximum)}"
+    if isinstance(value, timedelta):
+        seconds = value.total_seconds()
+        if seconds < 1:
+            return f"{seconds * 1000:g} ms"
+        return f"{seconds:g} s" if seconds <= 60 else f"{seconds / 60:g} min"
+    return "yes" if value is True else "none" if value is None else str(value)
+
+
 async def the_routes_answer(app: Any) -> None:
     headers = {"X-User": "Ada"}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://shop") as client:
@@ -75,6 +100,29 @@ async def the_routes_answer(app: Any) -> None:
                 assert (answer.status_code, answer.json()) == (status, body)
                 assert answer.headers.get("Idempotency-Replayed") == replayed
         assert (await client.post("/payments?amount=3", headers={"X-User": "Ada"})).status_code == 400
+
+
+async def the_bridge_is_away(namespace: dict[str, Any]) -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused", request=request)
+
+    event = Event(uuid7(), "t", 1)
+    for answer, error in (
+        (refuse, PublisherUnavailable),
+        (lambda _: httpx.Response(503), PublisherUnavailable),
+        (lambda _: httpx.Response(422), httpx.HTTPStatusError),
+    ):
+        async with httpx.AsyncClient(
+            base_url="https://bridge", transport=httpx.MockTransport(answer)
+        ) as http:
+            with pytest.raises(error):
+                await _with(namespace["publish_to_bridge"], http=http)([event])
+    await namespace["publish_to_bridge"]([event])
+
+
+def _with(function: types.FunctionType, **names: object) -> Any:
+    """The function, with other objects behind some of its globals."""
+    return types.FunctionType(function.__code__, {**function.__globals__, **names})
 
 
 async def the_webhook_is_received(receiver: Any, secret: str) -> None:
@@ -112,6 +160,7 @@ async def test_the_examples_run(database: Database, redis_url: str, monkeypatch:
             if inspect.isawaitable(result):
                 await result
             ran += 1
+        await the_bridge_is_away(namespace)
         await the_routes_answer(namespace["app"])
         worker = namespace["worker"]
         assert isinstance(worker, Worker)
