@@ -44,9 +44,12 @@ class Resending:
         return (await execute(session, self._table, self._republish, which)).rowcount
 
 
-# One time for all of them, so that the claim takes them by their places in line.
+# One time for all of them, so that the claim takes them by their places in line; and none later than
+# what is due already: a batch of that would leave before them, with later events of their keys.
 _REPUBLISH = """
-UPDATE {outbox} SET published_at = NULL, due_at = statement_timestamp(), attempts = 0
+UPDATE {outbox} SET published_at = NULL, attempts = 0, due_at = least(statement_timestamp(), (
+    SELECT min(due_at) FROM {outbox}
+    WHERE published_at IS NULL AND dead_at IS NULL AND due_at IS NOT NULL AND attempts = 0))
 WHERE published_at >= :since AND (:until IS NULL OR published_at < :until)
   AND (:topic IS NULL OR topic = :topic)
 """

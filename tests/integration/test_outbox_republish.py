@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import Event, Outbox
 from oncely.testing import RecordingPublisher
-from tests.outboxes import Sessions, drained, emit, fail, flat, payloads, rows, states
+from tests.outboxes import Sessions, drained, emit, execute, fail, flat, payloads, rows, states
 
 pytestmark = pytest.mark.in_schema
 
@@ -42,6 +42,30 @@ async def test_they_leave_before_later_events_of_their_key_also_over_many_batche
     await emit(outbox, sessions, *range(25, 30), key="k")
     await republish(outbox, sessions)
     assert flat(await drained(outbox, sessions, batch=10)) == list(range(30))
+
+
+async def test_they_leave_before_later_events_of_their_key_also_beside_many_that_were_due_before(
+    outbox: Outbox, sessions: Sessions, engine: AsyncEngine
+) -> None:
+    await emit(outbox, sessions, "first", key="k")
+    assert flat(await drained(outbox, sessions)) == ["first"]
+    await emit(outbox, sessions, "second", key="k")
+    await emit(outbox, sessions, *range(3), delay=timedelta(hours=1))
+    await execute(engine, "UPDATE outbox SET due_at = due_at - interval '2 hours' WHERE due_at IS NOT NULL")
+    await republish(outbox, sessions)
+    assert flat(await drained(outbox, sessions, batch=2)) == ["first", "second", 0, 1, 2]
+
+
+async def test_what_is_republished_in_turns_leaves_in_line(
+    outbox: Outbox, sessions: Sessions, publish: RecordingPublisher, engine: AsyncEngine
+) -> None:
+    for number in range(4):
+        await emit(outbox, sessions, number, key="k")
+        await outbox.relay_once(sessions, publish)
+    [(middle,)] = await rows(engine, "SELECT published_at FROM outbox WHERE payload = '2'")
+    await republish(outbox, sessions, since=middle)
+    await republish(outbox, sessions, until=middle)
+    assert flat(await drained(outbox, sessions, batch=1)) == [0, 1, 2, 3]
 
 
 async def test_a_relay_that_has_gone_on_finds_them_although_they_lie_behind_its_floor(
