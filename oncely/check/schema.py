@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import BigInteger, Connection, MetaData, Table, bindparam, text
+from sqlalchemy import BigInteger, Connection, MetaData, Table, bindparam, inspect, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.schema import AddConstraint, CreateColumn, CreateIndex
@@ -26,11 +26,13 @@ async def check_schema(connection: AsyncConnection, tables: Iterable[Table]) -> 
 
     What a table has beyond the code's is the user's own, but for a column without which no row can be
     written. Needs the right to make temporary tables, which every role has by default, and a server that
-    can be written to; without them a table is only known to be there.
+    can be written to; without them a table is only known to be there. On SQLite the names of its columns
+    are compared.
     """
     findings: list[Finding] = []
+    check = _check if connection.dialect.name == "postgresql" else _check_names
     for table in located(connection, tables):
-        findings += await connection.run_sync(_check, table)
+        findings += await connection.run_sync(check, table)
     await connection.rollback()
     return findings
 
@@ -49,7 +51,7 @@ def _check(connection: Connection, table: Table) -> list[Finding]:
     name = name_of(table)
     there = connection.scalar(_THERE, {"name": name})
     if there is None:
-        return [Finding("wrong", name, "is not there", "alembic upgrade head")]
+        return [_absent(name)]
     try:
         expected = _described_code(connection, table)
     except DBAPIError as error:
@@ -62,6 +64,22 @@ def _check(connection: Connection, table: Table) -> list[Finding]:
         *_check_constraints(name, table, expected, found),
         *_check_indexes(name, table, expected, found),
     ]
+
+
+def _check_names(connection: Connection, table: Table) -> list[Finding]:
+    name, found = name_of(table), inspect(connection)
+    if not found.has_table(table.name, schema=table.schema):
+        return [_absent(name)]
+    there = {column["name"] for column in found.get_columns(table.name, schema=table.schema)}
+    return [
+        Finding("wrong", name, f"has no column {column.name}", "alembic upgrade head")
+        for column in table.columns
+        if column.name not in there
+    ]
+
+
+def _absent(name: str) -> Finding:
+    return Finding("wrong", name, "is not there", "alembic upgrade head")
 
 
 def _uncompared(connection: Connection, name: str, states: Collection[str]) -> Finding | None:

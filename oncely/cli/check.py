@@ -88,17 +88,22 @@ async def _check_database(
 ) -> list[Finding]:
     outboxes = [table for table in tables if table.info.get("oncely") == "outbox"]
     looks: list[tuple[Sequence[Table], Callable[[AsyncConnection], Awaitable[list[Finding]]]]] = [
-        (tables, partial(check_schema, tables=tables)),
-        (tables, partial(check_horizon, outboxes=outboxes, longer_than=open_for)),
-        (tables, partial(check_upkeep, tables=tables)),
+        (tables, partial(check_schema, tables=tables))
     ]
+    is_postgresql = (await bind_of(sessionmaker, tables[0])).dialect.name == "postgresql"
+    if is_postgresql:
+        looks += [
+            (tables, partial(check_horizon, outboxes=outboxes, longer_than=open_for)),
+            (tables, partial(check_upkeep, tables=tables)),
+        ]
     if forgotten_after is not None and outboxes:
         dead_events = partial(check_dead_events, outboxes=outboxes, forgotten_after=forgotten_after)
         looks.append((outboxes, dead_events))
     findings: list[Finding] = []
     for looked_at, look in looks:
         about = ", ".join(table.fullname for table in looked_at)
-        found, was_answered = await _looked(about, partial(_on_connection, sessionmaker, tables[0], look))
+        on_connection = partial(_on_connection, sessionmaker, tables[0], look, is_postgresql=is_postgresql)
+        found, was_answered = await _looked(about, on_connection)
         findings += found
         if not was_answered:
             break
@@ -106,13 +111,18 @@ async def _check_database(
 
 
 async def _on_connection(
-    sessionmaker: Sessionmaker, table: Table, look: Callable[[AsyncConnection], Awaitable[list[Finding]]]
+    sessionmaker: Sessionmaker,
+    table: Table,
+    look: Callable[[AsyncConnection], Awaitable[list[Finding]]],
+    *,
+    is_postgresql: bool,
 ) -> list[Finding]:
+    # Whatever the engine says: in autocommit nothing could be rolled back.
+    options = {"isolation_level": "READ COMMITTED"} if is_postgresql else {}
     async with sessionmaker() as session:
-        connection = await session.connection(
-            bind_arguments={"clause": table}, execution_options={"isolation_level": "READ COMMITTED"}
+        return await look(
+            await session.connection(bind_arguments={"clause": table}, execution_options=options)
         )
-        return await look(connection) if connection.dialect.name == "postgresql" else []
 
 
 async def _looked(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
@@ -19,6 +20,9 @@ from oncely.telemetry.records import Record
 __all__ = ["GuardedObserver", "Observer", "Tracer", "guarded", "observers"]
 
 _log = logging.getLogger("oncely.telemetry")
+
+_ERRORS = (Exception, CancelledError)
+"""What an observer raises. It does not wait, so a cancellation in it is of what it asked, not its task's."""
 
 
 class Observer(Protocol):
@@ -73,12 +77,12 @@ class GuardedObserver:
             raise TypeError("an observer is called, and not awaited: it must not be async")
         self._observer = observer
         self._tracer = observer if isinstance(observer, Tracer) else None
-        self._logged: set[tuple[str, type[Exception]]] = set()
+        self._logged: set[tuple[str, type[BaseException]]] = set()
 
     def __call__(self, record: Record) -> None:
         try:
             self._observer(record)
-        except Exception as error:  # noqa: BLE001  it is logged, and must not end the work
+        except _ERRORS as error:  # it is logged, and must not end the work
             self.note(type(record).__name__, error)
 
     @property
@@ -95,7 +99,7 @@ class GuardedObserver:
             if not all(isinstance(text, str) for pair in headers.items() for text in pair):
                 raise TypeError("a header's name and value are strings")
             return headers
-        except Exception as error:  # noqa: BLE001  as above
+        except _ERRORS as error:  # as above
             self.note("headers", error)
             return {}
 
@@ -111,7 +115,7 @@ class GuardedObserver:
         make = None if tracer is None else lambda: tracer.handling(stream, group, event)
         return _Around(self, "handling", make)
 
-    def note(self, what: str, error: Exception) -> None:
+    def note(self, what: str, error: BaseException) -> None:
         """Log an error of the observer's."""
         is_new = (what, type(error)) not in self._logged
         self._logged.add((what, type(error)))
@@ -140,7 +144,7 @@ class _Around(AbstractContextManager[None]):
         try:
             context = self._make()
             context.__enter__()
-        except Exception as error:  # noqa: BLE001  as above
+        except _ERRORS as error:  # as above
             self._owner.note(self._what, error)
         else:
             self._context = context
@@ -152,7 +156,7 @@ class _Around(AbstractContextManager[None]):
             return
         try:
             self._context.__exit__(kind, error, traceback)
-        except Exception as second:  # noqa: BLE001  as above
+        except _ERRORS as second:  # as above
             if second is not error:
                 self._owner.note(self._what, second)
 

@@ -84,7 +84,8 @@ def _note(metric: Metric, registry: CollectorRegistry, without: Collection[str])
         counter = Counter(*given, registry=registry)
         enter = metric.by_labels(lambda labels: _series(counter, labels).inc, without=without)
     elif metric.kind == "gauge":
-        gauge = Gauge(*given, registry=registry)
+        # Of several processes the last look counts: those that looked before have seen what is no more.
+        gauge = Gauge(*given, registry=registry, multiprocess_mode="mostrecent")
         enter = metric.by_labels(lambda labels: _series(gauge, labels).set, without=without)
     else:
         histogram = Histogram(*given, registry=registry, buckets=metric.buckets)

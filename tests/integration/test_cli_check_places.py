@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sqlite3
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -381,6 +382,27 @@ from redis.asyncio import Redis
 from oncely.streams import StreamConsumer
 consumer = StreamConsumer(Redis(unix_socket_path="/nowhere"), stream="orders", max_attempts=20, concurrency=4)
 rooms = [*rooms, consumer, Retention(sessions, {inbox: timedelta(days=30)})]
+"""
+
+
+async def test_the_effects_of_a_sqlite_database(application: Application, tmp_path: Path) -> None:
+    module = application(Database.in_file(tmp_path / "effects.db").url, _EFFECTS)
+    (finding,) = await check(module)
+    assert (finding["about"], finding["message"]) == ("effects", "is not there")
+    await create(module)
+    assert await check(module) == []
+    with sqlite3.connect(tmp_path / "effects.db") as connection:
+        connection.execute("ALTER TABLE effects DROP COLUMN provider_token")
+    connection.close()
+    (finding,) = await check(module)
+    assert (finding["about"], finding["message"]) == ("effects", "has no column provider_token")
+
+
+_EFFECTS = """
+metadata = MetaData()
+engine = create_async_engine(url)
+effects = Effects(metadata, stale_after=timedelta(seconds=5), sessionmaker=async_sessionmaker(engine))
+rooms = [effects]
 """
 
 

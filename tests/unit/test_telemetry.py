@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import subprocess
 import sys
+from asyncio import Future, new_event_loop
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -327,3 +329,39 @@ def failure_of(observer: Observer) -> Callable[[Callable[[Observer], None]], str
         return None
 
     return name
+
+
+def test_what_an_observer_asked_may_have_been_cancelled_and_the_work_is_not() -> None:
+    asked: Future[None] = Future(loop=new_event_loop())
+    asked.cancel()
+    observer = guarded(lambda record: asked.result())
+    assert observer is not None
+    observer(EventDied(outbox="outbox", topic="t", error="E", attempts=1))
+    asked.get_loop().close()
+
+
+def test_of_several_processes_prometheus_shows_the_last_look(tmp_path: Path) -> None:
+    look = """
+import sys
+from datetime import timedelta
+from oncely.telemetry import OutboxMeasured
+from oncely.telemetry.prometheus import PrometheusObserver
+none = dict.fromkeys(("ready", "deferred", "in_flight", "retrying", "dead"), 0)
+PrometheusObserver()(OutboxMeasured(outbox="outbox", lag=timedelta(seconds=int(sys.argv[1])), **none))
+"""
+    show = """
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
+registry = CollectorRegistry()
+MultiProcessCollector(registry)
+lines = generate_latest(registry).decode().splitlines()
+print(*(line for line in lines if line.startswith("oncely_outbox_lag")))
+"""
+    environment = os.environ | {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", *words], env=environment, check=True, capture_output=True, text=True
+        ).stdout
+        for words in ((look, "100"), (look, "0"), (show,))
+    ]
+    assert said[-1] == 'oncely_outbox_lag_seconds{outbox="outbox"} 0.0\n'
