@@ -52,6 +52,8 @@ class HeldKeys:
 
     def hold(self, key: bytes, head: bytes, followers: Iterable[Entry]) -> None:
         """The entry `head` of this key has failed; `followers` come after it."""
+        if self._followers.get(key, {}).pop(head, None) is not None and not self._followers[key]:
+            del self._followers[key]
         self._heads.setdefault(key, set()).add(head)
         for entry in followers:
             self._follow(key, entry)
@@ -67,7 +69,6 @@ class HeldKeys:
         heads = self._heads.get(key, set())
         if heads and all(entry.position <= position(head) for head in heads):
             return False
-        heads.discard(entry.id)
         self._follow(key, entry)
         return True
 
@@ -126,4 +127,6 @@ class HeldKeys:
 
     def _follow(self, key: bytes, entry: Entry) -> None:
         entry.stage = Stage.ENDED  # nobody's to handle until it is ready
+        # What waits here is waited for no more: it would wait for itself, and be kept for ever.
+        self._heads.get(key, set()).discard(entry.id)
         self._followers.setdefault(key, {})[entry.id] = entry

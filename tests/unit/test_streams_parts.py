@@ -9,6 +9,8 @@ from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from redis.asyncio import Redis
 
 from oncely.event import Event
@@ -267,3 +269,40 @@ def test_waits_grow_by_the_factor_up_to_the_maximum() -> None:
     assert due(backoff_factor=10, backoff_maximum=timedelta(seconds=5)) == [100, 100, 1000, 5000]
     assert due(backoff_maximum=timedelta(milliseconds=1)) == [100, 100]
     assert due(backoff_factor=10, max_attempts=400)[-1] == 3_600_000
+
+
+def test_what_waits_here_is_not_waited_for_here() -> None:
+    """Given back unhandled and taken over again, it lines up behind another that then fails."""
+    held = HeldKeys()
+    first, second, third = entry(1), entry(2), entry(3)
+    for given_back in (second, third):
+        held.hold(b"k", given_back.id, ())
+    lane = [each for each in (first, second, third) if not held.keeps(each)]
+    held.hold(b"k", first.id, lane[1:])  # the first of them fails
+    assert held.ready == []
+    held.settled([first.id])
+    assert numbers(held.pop_ready()) == [[2, 3]]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["hold", "take", "steal", "settle", "pop"]), st.integers(1, 5)), max_size=40
+    )
+)
+def test_nothing_waits_for_itself_whatever_happens(steps: list[tuple[str, int]]) -> None:
+    held = HeldKeys()
+    for what, number in steps:
+        if what == "hold":
+            held.hold(b"k", entry(number).id, [entry(later) for later in range(number + 1, 6)])
+        elif what == "take" and entry(number).id not in held:
+            held.keeps(entry(number))
+        elif what == "steal":
+            held.stolen([entry(number).id])
+        elif what == "settle":
+            held.settled([entry(number).id])
+        elif what == "pop":
+            held.pop_ready()
+        assert not set(held.heads) & {each.id for each in held.followers}
+    waiting = sorted(each.id for each in held.followers)
+    held.settled(held.heads)
+    assert [each.id for lane in held.pop_ready() for each in lane] == waiting
