@@ -14,31 +14,36 @@ import json
 import os
 import re
 import types
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import httpx
 import pytest
 from redis.asyncio import Redis
 from sqlalchemy import make_url
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
+from sqlalchemy.orm import DeclarativeBase
 
-from oncely import Event, PublisherUnavailable, Relay, Worker
+from oncely import Event, Outbox, PublisherUnavailable, Relay, Worker
 from oncely.backoff import Backoff
 from oncely.event import uuid7
+from oncely.streams import stream_publisher
 from oncely.webhooks import Message, StandardWebhooks
 from tests.database import Database
+from tests.streams import entries
 from tests.waiting import until
 
 README = Path(__file__).parents[2] / "README.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def blocks() -> Iterator[tuple[int, str]]:
-    """Each block's first line in the README, and its text."""
-    text = README.read_text()
+def blocks(page: Path = README) -> Iterator[tuple[int, str]]:
+    """Each block's first line on the page, and its text."""
+    text = page.read_text()
     for match in BLOCK.finditer(text):
         yield text.count("\n", 0, match.start(1)), match[1]
 
@@ -179,3 +184,34 @@ async def test_the_examples_run(database: Database, redis_url: str, monkeypatch:
         if isinstance(engine, AsyncEngine):
             await engine.dispose()
     assert ran >= 13
+
+
+async def test_the_partitions_of_how_it_works_have_a_stream_each_and_a_key_stays_in_one(
+    database: Database, engine: AsyncEngine, redis: Redis
+) -> None:
+    class Base(DeclarativeBase):
+        pass
+
+    [(_, source)] = blocks(README.parent / "docs" / "how-it-works.md")
+    sessions = async_sessionmaker(engine)
+    namespace: dict[str, Any] = {"Base": Base, "sessions": sessions, "cluster": redis, "crc32": crc32}
+    namespace |= {"Outbox": Outbox, "Relay": Relay, "stream_publisher": stream_publisher}
+    exec(source, namespace)
+    async with engine.begin() as connection:
+        await connection.run_sync(Base.metadata.create_all)
+    streams = [outbox.table.name for outbox in namespace["outboxes"]]
+    keys = [f"order {number}" for number in range(40)]
+    try:
+        async with sessions.begin() as session:
+            for key in keys * 2:
+                await namespace["outbox_of"](key).emit(session, "order.paid", None, key=key)
+        for relay in namespace["relays"]:
+            await relay.run_once()
+        found = [
+            Counter(fields[b"key"].decode() for fields in await entries(redis, name)) for name in streams
+        ]
+    finally:
+        await redis.delete(*streams)
+    assert all(found)
+    assert sum(found, Counter()) == dict.fromkeys(keys, 2)
+    assert {count for counted in found for count in counted.values()} == {2}
