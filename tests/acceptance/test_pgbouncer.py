@@ -14,6 +14,7 @@ from sqlalchemy import MetaData, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from oncely import Event, Inbox, KeyInFlight, NewEvent, Outbox, Retention
+from oncely.check import check_schema, check_upkeep
 from oncely.testing import EmbeddedPostgres, RecordingPublisher
 from tests.effects import Provider, make_effects
 from tests.keys import Shop
@@ -225,3 +226,16 @@ def _listens(postgres: EmbeddedPostgres, database: str) -> bool:
     with psycopg.connect(postgres.dsn()) as connection:
         [(count,)] = connection.execute(listening, [database]).fetchall()
     return bool(count)
+
+
+async def test_a_check_of_the_tables_finds_them_well_and_leaves_nothing_behind(
+    engine: AsyncEngine, outbox: Outbox
+) -> None:
+    tables = [outbox.table, outbox.claims]
+    for _ in range(2 * BACKENDS):
+        async with engine.connect() as connection:
+            assert await check_schema(connection, tables) == []
+        async with engine.connect() as connection:
+            assert [each.severity for each in await check_upkeep(connection, tables)] == ["advice", "advice"]
+    for _ in range(2 * BACKENDS):
+        assert await left_behind(engine) == []
