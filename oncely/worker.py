@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from inspect import isawaitable
 from typing import Protocol, runtime_checkable
 
 from oncely.arguments import check_duration
@@ -85,14 +86,14 @@ class Worker:
     After a stop each service ends by its own grace (10 seconds, and as long again to give back), and all
     of them by `grace`: those that have not ended after four fifths of it are cancelled. It is to be shorter
     than what the supervisor waits for, and longer than twice the services'. Then each of `close` is
-    awaited, in this order: `engine.dispose`, `redis.aclose`.
+    called, and awaited if it is async, in this order: `redis.aclose`, `engine.dispose`.
     """
 
     def __init__(
         self,
         *services: Service,
         grace: timedelta = timedelta(seconds=25),
-        close: Iterable[Callable[[], Awaitable[object]]] = (),
+        close: Iterable[Callable[[], object]] = (),
     ) -> None:
         if not services:
             raise ValueError("a worker without services has nothing to do")
@@ -215,7 +216,7 @@ class Worker:
         for close in self.closing:
             try:
                 # A server that does not answer is not waited for.
-                await within(_awaited(close), self.grace / 10 / len(self.closing))
+                await within(_called(close), self.grace / 10 / len(self.closing))
             except Exception as error:  # noqa: BLE001  the others are to be closed as well
                 _log.warning("could not close %r: %r", close, error)
 
@@ -231,5 +232,7 @@ def _in_a_line(error: Exception) -> str:
     return str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
 
 
-async def _awaited(close: Callable[[], Awaitable[object]]) -> None:
-    await close()
+async def _called(close: Callable[[], object]) -> None:
+    result = close()
+    if isawaitable(result):
+        await result

@@ -5,7 +5,10 @@
     upkeep.py       what autovacuum was told about the tables
     deadletters.py  dead letters that are older than what an inbox remembers
     settings.py     settings that contradict each other, with the arithmetic
+
     location.py     where a connection finds a table, and its name to paste
+    kind.py         what an object is whose class needs an extra
+    length.py       a length of time, spelled as a person reads it
 
 Each check looks and changes nothing; it returns a Finding for whatever it has to say.
 """

@@ -276,6 +276,13 @@ async def test_closing_is_done_in_order_at_the_end_and_survives_what_fails_or_ha
     ]
 
 
+async def test_what_is_closed_need_not_be_async(caplog: pytest.LogCaptureFixture) -> None:
+    stop, closed = asyncio.Event(), []
+    stop.set()
+    await Worker(Idle(), close=[lambda: closed.append("closed")]).run(stop)
+    assert (closed, caplog.records) == (["closed"], [])
+
+
 async def test_health_says_who_lives_what_was_last_done_and_what_is_waited_for() -> None:
     noon = datetime(2026, 1, 2, 12, tzinfo=UTC)
     well, waiting, stop = Idle("well"), Idle("waiting"), asyncio.Event()
