@@ -148,9 +148,11 @@ async def end(*tasks: asyncio.Future[Any], patience: timedelta | None = None) ->
     while running and (deadline is None or time.monotonic() < deadline):
         left = None if deadline is None else deadline - time.monotonic()
         try:
-            _, running = await asyncio.wait(running, timeout=left)
+            await asyncio.wait(running, timeout=left)
         except asyncio.CancelledError as error:
             cancelled = error
+        # Not as the wait says: who is cancelled at every turn of the loop, as by anyio, never sees it end.
+        running = {task for task in running if not task.done()}
     if cancelled is not None:
         raise cancelled
     return not running

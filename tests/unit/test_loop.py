@@ -206,3 +206,22 @@ async def test_what_is_cancelled_is_not_waited_for_without_end() -> None:
     assert await end(task, patience=timedelta(milliseconds=1)) is False
     freed.set()
     assert await end(task) is True
+
+
+async def test_who_is_cancelled_at_every_turn_of_the_loop_still_sees_the_end() -> None:
+    loop, task = asyncio.get_running_loop(), asyncio.create_task(asyncio.Event().wait())
+    await asyncio.sleep(0)
+    ending = asyncio.create_task(end(task))
+
+    def cancel_again() -> None:
+        if turns and not ending.done():
+            turns.pop()
+            loop.call_soon(cancel_again)
+            ending.cancel()
+
+    turns = [None] * 1_000
+    loop.call_soon(cancel_again)
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert task.cancelled()
+    assert len(turns) > 900
