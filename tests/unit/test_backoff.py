@@ -45,3 +45,7 @@ def test_nonsense_is_refused_when_it_is_made(wrong: dict[str, Any]) -> None:
 def test_failures_count_from_one() -> None:
     with pytest.raises(ValueError, match="from 1"):
         Backoff().delay(0)
+
+
+def test_a_factor_that_outgrows_floats_stays_at_the_maximum() -> None:
+    assert Backoff(factor=2.5, jitter=0).delay(1_000_000) == timedelta(minutes=5)
