@@ -133,7 +133,7 @@ def test_without_the_promise_the_demo_fails_and_says_what_is_wrong(
     ("stop", "status"), [(Demo.interrupt, 128 + signal.SIGINT), (Demo.terminate, 128 + signal.SIGTERM)]
 )
 def test_a_demo_that_is_stopped_leaves_no_process_behind(stop: Callable[[Demo], None], status: int) -> None:
-    with running() as demo:
+    with running("--orders", "2000") as demo:  # more than it could finish meanwhile
         demo.read_until("The relay was killed")
         lives = "\n".join(demo.processes())
         assert [

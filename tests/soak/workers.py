@@ -10,7 +10,6 @@ from datetime import timedelta
 
 from redis.asyncio import Redis
 from sqlalchemy import insert, update
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 
 from oncely import Event, NewEvent, PublishFailed, Reject, Relay
@@ -75,7 +74,7 @@ async def _emit(
                 )
                 if rolls_back:
                     await session.rollback()
-        except (DBAPIError, OSError) as error:
+        except Exception as error:
             if not is_passing(error):
                 raise
         await asyncio.sleep(pause * chance.random() * 2)
