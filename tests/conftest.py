@@ -7,6 +7,7 @@ There they keep to a schema `oncely_test`, dropped after each test, and to keys 
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely.testing import EmbeddedPostgres, EmbeddedValkey
 from tests.database import Database
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or the processes of tests would be deaf to it
 
 DRIVERS = ("asyncpg", "psycopg")
 

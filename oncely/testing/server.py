@@ -16,7 +16,9 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
 from typing import Self
 
@@ -43,17 +45,9 @@ class EmbeddedServer(ABC):
 
     def start(self, *, timeout: float = 30.0) -> None:
         """Start the server and return when it answers. `timeout` is in seconds."""
-        with (self.folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603  our own command line
-                self._command(),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=self.folder,
-                start_new_session=True,  # a terminal's Ctrl-C is for the parent, which then stops us
-                preexec_fn=_dies_with_parent(self._death_signal),
-                user=self._account,
-            )
+        started: Future[subprocess.Popen[bytes]] = Future()
+        Thread(target=self._run, args=[started], name=str(self.folder), daemon=True).start()
+        self._process = started.result()
         deadline = time.monotonic() + timeout
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -102,6 +96,26 @@ class EmbeddedServer(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _run(self, started: Future[subprocess.Popen[bytes]]) -> None:
+        """Starts the server and waits for its end: to Linux, its parent is the thread that started it."""
+        try:
+            with (self.folder / "log").open("ab") as log:
+                process = subprocess.Popen(  # noqa: S603  our own command line
+                    self._command(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    cwd=self.folder,
+                    start_new_session=True,  # a terminal's Ctrl-C is for the parent, which then stops us
+                    preexec_fn=_dies_with_parent(self._death_signal),
+                    user=self._account,
+                )
+        except BaseException as error:  # noqa: BLE001  it is raised where the result is asked for
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        process.wait()
 
     @abstractmethod
     def _command(self) -> list[str]: ...

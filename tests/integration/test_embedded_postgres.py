@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from pathlib import Path
+from threading import Thread
 
 import psycopg
 import pytest
+from redis import Redis
+from redis.exceptions import ConnectionError  # noqa: A004  Redis's own
 
-from oncely.testing import EmbeddedPostgres
+from oncely.testing import EmbeddedPostgres, EmbeddedValkey
 
 
 @pytest.fixture
@@ -45,3 +48,15 @@ def test_it_takes_the_programs_that_the_environment_names(
             server.start()
     finally:
         server.close()
+
+
+def test_it_lives_on_when_the_thread_that_started_it_has_ended(own_valkey: EmbeddedValkey) -> None:
+    own_valkey.stop()
+    thread = Thread(target=own_valkey.start)
+    thread.start()
+    thread.join()
+    with Redis.from_url(own_valkey.url) as redis:
+        assert all(redis.ping() for _ in range(500))
+        own_valkey.stop()
+        with pytest.raises(ConnectionError):
+            redis.ping()
