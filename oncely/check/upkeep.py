@@ -28,7 +28,7 @@ _RECOMMENDED = {
 
 
 async def check_upkeep(connection: AsyncConnection, tables: Iterable[Table]) -> list[Finding]:
-    """Tables without settings of their own for autovacuum, and autovacuum that is off.
+    """Tables without settings of their own for autovacuum, autovacuum that is off, ids that are compressed.
 
     A setting that is there is the user's choice, whatever it says. Of a partitioned table each partition
     is looked at: it has no settings of its own.
@@ -50,6 +50,15 @@ async def check_upkeep(connection: AsyncConnection, tables: Iterable[Table]) -> 
         for partition, options in await connection.execute(_OPTIONS, {"name": name_of(table)}):
             of_table = dict(option.split("=", 1) for option in options)
             findings += _check(partition or name_of(table), of_table, recommended)
+        if await connection.scalar(_COMPRESSES_IDS, {"name": name_of(table)}):
+            findings.append(
+                Finding(
+                    "advice",
+                    name_of(table),
+                    "each claim compresses the ids of its batch, which takes a tenth of its time for nothing",
+                    f"ALTER TABLE {name_of(table)} ALTER COLUMN event_ids SET STORAGE EXTERNAL;",
+                )
+            )
     return findings
 
 
@@ -76,6 +85,11 @@ def _check(name: str, options: Mapping[str, str], recommended: Mapping[str, str]
         )
     ]
 
+
+_COMPRESSES_IDS = text("""
+SELECT attstorage <> 'e' FROM pg_catalog.pg_attribute
+WHERE attrelid = to_regclass(:name) AND attname = 'event_ids'
+""")
 
 _OPTIONS = text("""
 SELECT CASE WHEN level > 0 THEN leaf.oid::regclass::text END AS partition,

@@ -227,6 +227,16 @@ async def test_advice_on_autovacuum_is_to_be_pasted_and_then_gone(shop: Shop) ->
     assert (ran.exit_code, ran.stdout) == (0, "0 wrong, 0 to consider\n")
 
 
+async def test_ids_that_are_compressed_for_nothing_as_in_a_table_that_alembic_made(shop: Shop) -> None:
+    assert await findings(shop) == []
+    await execute(shop.engine, "ALTER TABLE outbox_claims ALTER COLUMN event_ids SET STORAGE EXTENDED")
+    ((severity, about, _, remedy),) = await findings(shop)
+    assert (severity, about) == ("advice", "outbox_claims")
+    assert remedy is not None
+    await execute(shop.engine, remedy)
+    assert await findings(shop) == []
+
+
 async def test_a_database_that_is_away_is_wrong(shop: Shop) -> None:
     nowhere = "postgresql+asyncpg://nobody@127.0.0.1:1/nowhere"
     ran = await oncely("check", shop.target("rooms"), "--database-url", nowhere, "--json")
