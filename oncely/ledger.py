@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from operator import itemgetter
 from typing import Any, Literal
 from uuid import UUID, uuid4
 
@@ -231,11 +232,18 @@ class Ledger:
 
 
 def _fetch(result: CursorResult[Any]) -> Sequence[Any]:
-    """The rows as the driver has them: to make a Row of each takes as long as to make an Event of it."""
+    """The rows in line, the facts first, as the driver has them.
+
+    To make a Row of each would take as long as to make an Event of it. They come nearly in line already.
+    """
     assert result.cursor is not None  # noqa: S101  it is a statement that returns rows
-    rows: Sequence[Any] = result.cursor.fetchall()
+    rows = list(result.cursor.fetchall())
     result.close()
+    rows.sort(key=_POSITION)
     return rows
+
+
+_POSITION = itemgetter(7)
 
 
 _MOST_LOOKS = 20
@@ -324,17 +332,19 @@ due AS MATERIALIZED (
       AND id NOT IN (SELECT id FROM taken) AND (key IS NULL OR key NOT IN (SELECT key FROM held))
     ORDER BY due_at, position LIMIT :limit
 ),
-chosen AS MATERIALIZED (
+chosen AS NOT MATERIALIZED (
     SELECT * FROM (SELECT * FROM ready UNION ALL SELECT * FROM due) AS fresh ORDER BY position LIMIT :limit
 ),
+places AS MATERIALIZED (SELECT ARRAY(SELECT place FROM chosen) AS places),
 locked AS MATERIALIZED (
     SELECT id, topic, payload::text, headers::text, key, created_at, attempts, position, due_at FROM {outbox}
-    WHERE ctid = ANY (ARRAY(SELECT place FROM chosen)) AND published_at IS NULL AND dead_at IS NULL
+    WHERE ctid = ANY ((SELECT places FROM places)::tid[]) AND published_at IS NULL AND dead_at IS NULL
     FOR UPDATE SKIP LOCKED
 ),
 missing AS MATERIALIZED (
     SELECT id, position, key, due_at FROM chosen
-    WHERE (SELECT count(*) FROM locked) < (SELECT count(*) FROM chosen) AND id NOT IN (SELECT id FROM locked)
+    WHERE (SELECT count(*) FROM locked) < (SELECT cardinality(places) FROM places)
+      AND id NOT IN (SELECT id FROM locked)
 ),
 alone AS MATERIALIZED (
     SELECT id, topic, payload::text, headers::text, key, created_at, attempts, position, due_at FROM {outbox}
@@ -343,7 +353,7 @@ alone AS MATERIALIZED (
     ORDER BY due_at LIMIT 1
     FOR UPDATE SKIP LOCKED
 ),
-picked AS MATERIALIZED (
+picked AS NOT MATERIALIZED (
     SELECT * FROM alone
     UNION ALL
     SELECT * FROM locked
@@ -354,7 +364,7 @@ picked AS MATERIALIZED (
 claim AS (
     INSERT INTO {claims} (token, claimed_by, expires_at, event_ids, keys, low)
     SELECT :token, :claimed_by, statement_timestamp() + :lease, array_agg(id),
-           coalesce(array_agg(DISTINCT key) FILTER (WHERE key IS NOT NULL), '{}'),
+           ARRAY(SELECT DISTINCT key FROM picked WHERE key IS NOT NULL),
            min(position) FILTER (WHERE due_at IS NULL)
     FROM picked HAVING count(*) > 0
     RETURNING number
@@ -395,7 +405,6 @@ SELECT NULL, json_build_object(
 FROM locked_out WHERE NOT EXISTS (SELECT FROM claim) HAVING count(*) > 0
 UNION ALL
 SELECT id, topic, payload, headers, key, created_at, attempts + 1, position FROM picked
-ORDER BY position
 """
 
 # Only a claim that is still there may mark anything: a relay that lost it has been replaced. What was
