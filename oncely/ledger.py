@@ -121,6 +121,7 @@ class Ledger:
         self._settle_partly = Statement(_SETTLE_PARTLY, tables, {"token": Uuid, "published": ids, **failed})
         self._release = Statement(_RELEASE, tables, {"tokens": ids})
         self._marked = Statement(_MARKED, tables, {"ids": ids})
+        self._rescue = Statement(_RESCUE, tables, {"ids": ids})
         self._renew = Statement(_RENEW, tables, {"token": Uuid, "lease": Interval})
 
     async def claim(self, sessionmaker: Sessionmaker, *, limit: int, lease: timedelta) -> Claim | None:
@@ -215,6 +216,14 @@ class Ledger:
     async def marked(self, sessionmaker: Sessionmaker, ids: Sequence[UUID]) -> bool:
         """Whether all of these, and at least one, are published: for whoever saw no answer to a settling."""
         return bool(await self._alone(sessionmaker, self._marked, {"ids": list(ids)}))
+
+    async def rescue(self, sessionmaker: Sessionmaker, ids: Sequence[UUID]) -> bool:
+        """Mark what a crash of the server has left to nobody, together with the claim that we had on it.
+
+        For whoever has sent all of these. Whether all of them are published now: what another relay has
+        taken over meanwhile, or is publishing, is not touched.
+        """
+        return bool(await self._alone(sessionmaker, self._rescue, {"ids": list(ids)}))
 
     async def renew(self, sessionmaker: Sessionmaker, claim: Claim, *, lease: timedelta) -> float | None:
         """Hold the claim for `lease` from now: its new deadline, or None when it was lost."""
@@ -445,6 +454,19 @@ DELETE FROM {claims} WHERE token = ANY (:tokens) RETURNING true
 
 _MARKED = """
 SELECT coalesce(bool_and(published_at IS NOT NULL), false) FROM {outbox} WHERE id = ANY (:ids)
+"""
+
+# A claim does not wait for the disk. That it was lost, and not reaped, shows in events that nobody has
+# tried or claimed since.
+_RESCUE = """
+WITH left_to_nobody AS (
+    UPDATE {outbox} SET published_at = statement_timestamp(), due_at = NULL
+    WHERE id = ANY (:ids) AND published_at IS NULL AND dead_at IS NULL AND attempts = 0
+      AND NOT EXISTS (SELECT FROM {claims} WHERE event_ids && :ids)
+    RETURNING id
+)
+SELECT coalesce(bool_and(published_at IS NOT NULL OR id IN (SELECT id FROM left_to_nobody)), false)
+FROM {outbox} WHERE id = ANY (:ids)
 """
 
 _RENEW = """

@@ -324,7 +324,8 @@ class Relay:
     async def _mark(self, delivery: Delivery) -> bool:
         """Settle the claim, again and again while the database is away. False when the claim was lost.
 
-        When an answer was lost, so that the claim may have been settled already, the events tell.
+        When an answer was lost, so that the claim may have been settled already, the events tell. When the
+        server has crashed and taken the claim along, what was sent is marked without it.
         """
         ledger, claim, sessions = self.outbox.ledger, delivery.claim, self.sessionmaker
         whole = not delivery.open and not delivery.failures
@@ -337,7 +338,8 @@ class Relay:
                     return True
                 if not failed:
                     return False
-                return await within(ledger.marked(sessions, delivery.published), self.database_timeout)
+                finding_out = (ledger.rescue if whole else ledger.marked)(sessions, delivery.published)
+                return await within(finding_out, self.database_timeout)
             except Exception as error:
                 if not is_passing(error):
                     raise

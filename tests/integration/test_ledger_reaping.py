@@ -48,6 +48,33 @@ async def test_before_its_lease_has_ended_nobody_takes_over_a_dead_relays_batch(
     assert await drained(Outbox(MetaData()), sessions) == []
 
 
+async def test_what_was_sent_under_a_claim_that_a_crash_took_along_is_marked_without_it(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+) -> None:
+    await emit(outbox, sessions, 1, 2)
+    made = await claim(outbox, sessions)
+    await execute(engine, "DELETE FROM outbox_claims")
+    ids = [event.id for event in made.events]
+    assert await outbox.ledger.rescue(sessions, ids) is True
+    assert await rows(engine, "SELECT count(*) FROM outbox WHERE published_at IS NOT NULL") == [(2,)]
+    assert await outbox.ledger.rescue(sessions, ids) is True
+
+
+async def test_what_another_relay_has_taken_over_meanwhile_is_not_marked(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+) -> None:
+    await emit(outbox, sessions, "claimed anew", "tried")
+    made = await claim(outbox, sessions)
+    await execute(engine, "DELETE FROM outbox_claims")
+    await execute(
+        engine,
+        "UPDATE outbox SET attempts = 1, due_at = now() + interval '1 hour' WHERE payload = '\"tried\"'",
+    )
+    await claim(Outbox(MetaData()), sessions)
+    assert await outbox.ledger.rescue(sessions, [event.id for event in made.events]) is False
+    assert await rows(engine, "SELECT count(*) FROM outbox WHERE published_at IS NOT NULL") == [(0,)]
+
+
 async def test_a_dead_relay_beside_a_live_one_is_the_only_one_taken_over(
     outbox: Outbox, engine: AsyncEngine, sessions: Sessions
 ) -> None:

@@ -699,9 +699,10 @@ async def test_waits_between_attempts_grow(redis: Redis, stream: str) -> None:
     async with running(consumer):
         await until(lambda: called(times, 4))
     waits = [round((after - before) * 1000) for before, after in pairwise(times)]
-    assert waits[0] >= 40
-    assert waits[1] >= 120
-    assert 200 <= waits[2] < 2000
+    # Redis's clock says when; it counts whole milliseconds, from the delivery on.
+    assert waits[0] >= 35
+    assert waits[1] >= 115
+    assert 195 <= waits[2] < 2000
 
 
 async def test_a_stopped_worker_takes_its_name_away(redis: Redis, stream: str) -> None:
