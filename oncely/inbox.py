@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from sqlalchemy import Connection, Integer, MetaData, Table, Text, Transaction, Uuid, text
+from sqlalchemy import Connection, Engine, Integer, MetaData, Table, Text, Transaction, Uuid, text
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.event import contains, listen, remove
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction
 
@@ -226,6 +226,8 @@ def _kept_open(
             raise TransactionEnded(_WAS_TO_COMMIT)
 
     def undo(committing: Connection) -> None:
+        if committing is not connection:
+            return
         committing.connection.rollback()  # SQLAlchemy takes a commit that failed for one that has ended it
         raise TransactionEnded(_WAS_TO_COMMIT)
 
@@ -234,7 +236,12 @@ def _kept_open(
         listen(owner.sync_session, "before_commit", refuse)
     else:
         connection = _started(owner)
-    listen(connection, "commit", undo)
+    heard: Connection | Engine = connection
+    try:
+        listen(heard, "commit", undo)
+    except InvalidRequestError:  # SQLAlchemy 2.0.36: a connection of an engine with options has no events
+        heard = connection.engine
+        listen(heard, "commit", undo)
     try:
         yield
         if held is None or not held.is_active:
@@ -242,7 +249,7 @@ def _kept_open(
                 "the work, or a flush that failed in it, ended its inbox row's transaction"
             )
     finally:
-        remove(connection, "commit", undo)
+        remove(heard, "commit", undo)
         if isinstance(owner, AsyncSession):
             remove(owner.sync_session, "before_commit", refuse)
 

@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +126,16 @@ class Shop:
         return f"{self.module}:{attribute}"
 
 
+# click before 8.2 keeps stderr apart only when asked to.
+_APART: dict[str, Any] = {"mix_stderr": False}
+_RUNNER = CliRunner(**_APART if "mix_stderr" in signature(CliRunner.__init__).parameters else {})
+
+
 async def oncely(*words: str, env: Mapping[str, str] | None = None, answer: str | None = None) -> Ran:
     """Run the command, in a thread, since it has an event loop of its own. It finds no terminal."""
     quiet = {"ONCELY_DATABASE_URL": None, "ONCELY_REDIS_URL": None, "ONCELY_DEBUG": None}
     result = await asyncio.to_thread(
-        CliRunner().invoke, app, list(words), input=answer, env=quiet | dict(env or {}), prog_name="oncely"
+        _RUNNER.invoke, app, list(words), input=answer, env=quiet | dict(env or {}), prog_name="oncely"
     )
     return Ran(result.exit_code, result.stdout, result.stderr)
 
