@@ -50,7 +50,8 @@ async def check_upkeep(connection: AsyncConnection, tables: Iterable[Table]) -> 
         for partition, options in await connection.execute(_OPTIONS, {"name": name_of(table)}):
             of_table = dict(option.split("=", 1) for option in options)
             findings += _check(partition or name_of(table), of_table, recommended)
-        if await connection.scalar(_COMPRESSES_IDS, {"name": name_of(table)}):
+        is_claims = table.info["oncely"] == "outbox_claims"
+        if is_claims and await connection.scalar(_COMPRESSES_IDS, {"name": name_of(table)}):
             findings.append(
                 Finding(
                     "advice",
