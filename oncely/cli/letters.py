@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 from uuid import UUID
 
 from oncely.cli.failure import WRONG_USE, Failure
@@ -36,6 +36,12 @@ _ENDED_BADLY = ("expired", "rejected", "quarantined")
 _ENTRY = re.compile(r"[0-9]+-[0-9]+", re.ASCII)
 
 
+class _Terms(TypedDict):
+    error: str | None
+    since: datetime | None
+    until: datetime | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
     """Which dead letters: those that match all that is given. `since` and `until` bound the time of death."""
@@ -54,6 +60,10 @@ class Chosen:
     @property
     def is_everything(self) -> bool:
         return self == Chosen()
+
+    def terms(self) -> _Terms:
+        """What every room calls by the same name."""
+        return {"error": self.error, "since": self.since, "until": self.until}
 
     def uuids(self) -> list[UUID] | None:
         """The ids that outboxes and webhooks have."""
@@ -127,13 +137,7 @@ class OutboxLetters:
     async def ids(self, chosen: Chosen, limit: int, *, to_discard: bool) -> Sequence[str]:
         async with self.at.sessionmaker() as session:
             found = await self.at.room.dead_ids(
-                session,
-                ids=chosen.uuids(),
-                topic=chosen.topic,
-                error=chosen.error,
-                since=chosen.since,
-                until=chosen.until,
-                limit=limit,
+                session, ids=chosen.uuids(), topic=chosen.topic, limit=limit, **chosen.terms()
             )
         return [str(each) for each in found]
 
@@ -156,13 +160,7 @@ class OutboxLetters:
     async def _dead(self, chosen: Chosen, limit: int) -> Sequence[DeadEvent]:
         async with self.at.sessionmaker() as session:
             return await self.at.room.dead(
-                session,
-                ids=chosen.uuids(),
-                topic=chosen.topic,
-                error=chosen.error,
-                since=chosen.since,
-                until=chosen.until,
-                limit=limit,
+                session, ids=chosen.uuids(), topic=chosen.topic, limit=limit, **chosen.terms()
             )
 
     def _letter(self, event: DeadEvent) -> Letter:
@@ -192,7 +190,9 @@ class StreamLetters:
         return [self._letter(letter) for letter in await self._dead(chosen, limit)]
 
     async def ids(self, chosen: Chosen, limit: int, *, to_discard: bool) -> Sequence[str]:
-        return await self.letters.ids(**self._which(chosen, limit))
+        return await self.letters.ids(
+            ids=chosen.entries(), topic=chosen.topic, group=self.group, limit=limit, **chosen.terms()
+        )
 
     async def show(self, id_: str, *, payload: bool) -> dict[str, Any] | None:
         found = await self._dead(Chosen(ids=[id_]), 1)
@@ -219,18 +219,9 @@ class StreamLetters:
         return await self.letters.discard(ids=ids)
 
     async def _dead(self, chosen: Chosen, limit: int) -> Sequence[DeadLetter]:
-        return await self.letters.list(**self._which(chosen, limit))
-
-    def _which(self, chosen: Chosen, limit: int) -> dict[str, Any]:
-        return {
-            "ids": chosen.entries(),
-            "topic": chosen.topic,
-            "group": self.group,
-            "error": chosen.error,
-            "since": chosen.since,
-            "until": chosen.until,
-            "limit": limit,
-        }
+        return await self.letters.list(
+            ids=chosen.entries(), topic=chosen.topic, group=self.group, limit=limit, **chosen.terms()
+        )
 
     def _letter(self, letter: DeadLetter) -> Letter:
         return Letter(
@@ -296,10 +287,8 @@ class WebhookLetters:
                 states=map(State, states),
                 ids=chosen.uuids(),
                 type=chosen.topic,
-                error=chosen.error,
-                since=chosen.since,
-                until=chosen.until,
                 limit=limit,
+                **chosen.terms(),
             )
 
     def _letter(self, record: WebhookRecord) -> Letter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -14,7 +15,32 @@ from oncely.statement import Statement
 from oncely.transaction import Caller, execute
 from oncely.webhooks.records import OriginStats, State, WebhookRecord, WebhookStats
 
-__all__ = ["Operations", "which"]
+__all__ = ["Operations", "Which"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Which:
+    """A choice of webhooks: those that match all that is given. At most `limit` are taken."""
+
+    ids: Iterable[UUID] | None
+    error: str | None = None
+    origin: str | None
+    caller: str | None
+    limit: int
+
+    def parameters(self) -> dict[str, Any]:
+        """The values of the statements' parameters, checked: see `oncely.arguments`."""
+        check_count(self.limit, "limit", least=0)
+        check_text(self.error, "error")
+        check_text(self.origin, "origin")
+        check_text(self.caller, "caller")
+        return {
+            "ids": ids_of(self.ids),
+            "error": self.error,
+            "origin": self.origin,
+            "caller": self.caller,
+            "limit": self.limit,
+        }
 
 
 class Operations:
@@ -23,19 +49,15 @@ class Operations:
     def __init__(self, table: Table) -> None:
         self._table = table
         tables = {"webhooks": table}
-        which: dict[str, Any] = {"ids": ARRAY(Uuid), "origin": Text, "caller": Text, "limit": Integer}
+        chosen: dict[str, Any] = dict.fromkeys(("error", "origin", "caller"), Text)
+        chosen |= {"ids": ARRAY(Uuid), "limit": Integer}
+        ended = {"states": ARRAY(Text)}
         self._stats = Statement(_STATS, tables)
         self._origins = Statement(_ORIGINS, tables, {"limit": Integer})
-        self._list = Statement(_LIST, tables, which | {"state": Text})
-        self._dead = Statement(
-            _DEAD,
-            tables,
-            which | {"states": ARRAY(Text), "type": Text, "error": Text, "since": _TIME, "until": _TIME},
-        )
-        self._reopen = Statement(
-            _REOPEN, tables, which | {"states": ARRAY(Text), "horizon": Interval, "error": Text}
-        )
-        self._discard = Statement(_DISCARD, tables, which | {"error": Text})
+        self._list = Statement(_LIST, tables, chosen | {"state": Text})
+        self._dead = Statement(_DEAD, tables, chosen | ended | {"type": Text, "since": _TIME, "until": _TIME})
+        self._reopen = Statement(_REOPEN, tables, chosen | ended | {"horizon": Interval})
+        self._discard = Statement(_DISCARD, tables, chosen)
         self._sealed_with = Statement(_SEALED_WITH, tables)
 
     async def stats(self, caller: Caller, *, limit: int) -> WebhookStats:
@@ -43,62 +65,43 @@ class Operations:
         origins = await execute(caller, self._table, self._origins, {"limit": limit})
         return WebhookStats(**totals, origins=tuple(OriginStats(**row) for row in origins.mappings()))
 
-    async def list(
-        self, caller: Caller, *, state: State | None, which: dict[str, Any]
-    ) -> Sequence[WebhookRecord]:
-        parameters = which | {"state": None if state is None else State(state).value}
+    async def list(self, caller: Caller, which: Which, *, state: State | None) -> Sequence[WebhookRecord]:
+        """Those chosen, newest first."""
+        parameters = which.parameters() | {"state": None if state is None else State(state).value}
         return _records(await execute(caller, self._table, self._list, parameters))
 
     async def dead(
         self,
         caller: Caller,
+        which: Which,
         *,
         states: Iterable[State],
         type_: str | None,
-        error: str | None,
         since: datetime | None,
         until: datetime | None,
-        which: dict[str, Any],
     ) -> Sequence[WebhookRecord]:
+        """Those chosen that ended in one of these states, oldest first."""
         check_text(type_, "type")
-        check_text(error, "error")
         check_time(since, "since")
         check_time(until, "until")
-        given = [State(state).value for state in states]
-        chosen = which | {"states": given, "type": type_, "error": error, "since": since, "until": until}
-        return _records(await execute(caller, self._table, self._dead, chosen))
+        parameters = which.parameters() | {"states": [State(state).value for state in states]}
+        parameters |= {"type": type_, "since": since, "until": until}
+        return _records(await execute(caller, self._table, self._dead, parameters))
 
     async def reopen(
-        self,
-        caller: Caller,
-        states: Iterable[State],
-        *,
-        horizon: timedelta,
-        error: str | None,
-        which: dict[str, Any],
+        self, caller: Caller, which: Which, *, states: Iterable[State], horizon: timedelta
     ) -> int:
-        parameters = which | {"states": [state.value for state in states], "horizon": horizon, "error": error}
+        """Make pending those chosen that ended in one of these states; how many."""
+        parameters = which.parameters() | {"states": [state.value for state in states], "horizon": horizon}
         return (await execute(caller, self._table, self._reopen, parameters)).rowcount
 
-    async def discard(self, caller: Caller, *, error: str | None, which: dict[str, Any]) -> int:
-        return (await execute(caller, self._table, self._discard, which | {"error": error})).rowcount
+    async def discard(self, caller: Caller, which: Which) -> int:
+        """Reject those chosen that are quarantined; how many."""
+        return (await execute(caller, self._table, self._discard, which.parameters())).rowcount
 
     async def sealed_with(self, caller: Caller) -> dict[str, int]:
         rows = await execute(caller, self._table, self._sealed_with, {})
         return {row.key_id: row.number for row in rows}
-
-
-def which(ids: Iterable[UUID] | None, origin: str | None, caller: str | None, limit: int) -> dict[str, Any]:
-    """The parameters that choose webhooks: those that match all that is given."""
-    check_count(limit, "limit", least=0)
-    check_text(origin, "origin")
-    check_text(caller, "caller")
-    return {
-        "ids": ids_of(ids),
-        "origin": origin,
-        "caller": caller,
-        "limit": limit,
-    }
 
 
 def _records(rows: CursorResult[Any]) -> Sequence[WebhookRecord]:
@@ -110,7 +113,7 @@ _TIME = DateTime(timezone=True)
 
 _MATCHES = """
 (:ids IS NULL OR id = ANY (:ids)) AND (:origin IS NULL OR origin = :origin)
-AND (:caller IS NULL OR caller = :caller)
+AND (:caller IS NULL OR caller = :caller) AND (:error IS NULL OR last_error = :error)
 """
 
 _AGE = """
@@ -157,7 +160,7 @@ ORDER BY id DESC LIMIT :limit
 _DEAD = f"""
 SELECT {_OPEN_COLUMNS} FROM {{webhooks}}
 WHERE state = ANY (:states) AND state IN ('expired', 'rejected', 'quarantined') AND {_MATCHES}
-  AND (:type IS NULL OR type = :type) AND (:error IS NULL OR last_error = :error)
+  AND (:type IS NULL OR type = :type)
   AND (:since IS NULL OR coalesce(finished_at, due_at) >= :since)
   AND (:until IS NULL OR coalesce(finished_at, due_at) < :until)
 ORDER BY id LIMIT :limit
@@ -170,8 +173,7 @@ SET state = 'pending', attempts = 0, finished_at = NULL, due_at = statement_time
     retry_until = greatest(retry_until, statement_timestamp() + :horizon)
 WHERE id = ANY (ARRAY(
     SELECT id FROM {{webhooks}}
-    WHERE state = ANY (:states) AND state IN ('expired', 'rejected', 'quarantined')
-      AND (:error IS NULL OR last_error = :error) AND {_MATCHES}
+    WHERE state = ANY (:states) AND state IN ('expired', 'rejected', 'quarantined') AND {_MATCHES}
     ORDER BY id LIMIT :limit
     FOR UPDATE SKIP LOCKED))
 """  # noqa: S608  a constant
@@ -180,7 +182,7 @@ _DISCARD = f"""
 UPDATE {{webhooks}} SET state = 'rejected', finished_at = statement_timestamp()
 WHERE id = ANY (ARRAY(
     SELECT id FROM {{webhooks}}
-    WHERE state = 'quarantined' AND (:error IS NULL OR last_error = :error) AND {_MATCHES}
+    WHERE state = 'quarantined' AND {_MATCHES}
     ORDER BY id LIMIT :limit
     FOR UPDATE SKIP LOCKED))
 """  # noqa: S608  a constant

@@ -29,7 +29,7 @@ from oncely.telemetry.records import WebhookEnqueued, WebhooksMeasured
 from oncely.transaction import Caller, Sessionmaker, execute, join, says_what_is_missing
 from oncely.webhooks.destination import Destination, HeadersLike, check_headers
 from oncely.webhooks.leases import EXPIRE, EXPIRY_BATCH, Lease, Leases
-from oncely.webhooks.operations import Operations, which
+from oncely.webhooks.operations import Operations, Which
 from oncely.webhooks.records import ENDED_BADLY, Resealed, State, WebhookRecord, WebhookStats
 from oncely.webhooks.rows import Rows
 from oncely.webhooks.sealing import Content, Keyring, Routing
@@ -209,7 +209,8 @@ class Webhooks:
         limit: int = 100,
     ) -> Sequence[WebhookRecord]:
         """Webhooks that match all that is given, newest first, without what is sealed."""
-        return await self._operations.list(session, state=state, which=which(ids, origin, caller, limit))
+        which = Which(ids=ids, origin=origin, caller=caller, limit=limit)
+        return await self._operations.list(session, which, state=state)
 
     async def dead(
         self,
@@ -229,9 +230,9 @@ class Webhooks:
 
         `error` is what `last_error` says ("HTTP 410"); `since` and `until` bound when it ended so.
         """
-        chosen = which(ids, origin, caller, limit)
+        which = Which(ids=ids, error=error, origin=origin, caller=caller, limit=limit)
         return await self._operations.dead(
-            session, states=states, type_=type, error=error, since=since, until=until, which=chosen
+            session, which, states=states, type_=type, since=since, until=until
         )
 
     async def retry(
@@ -248,13 +249,9 @@ class Webhooks:
 
         Those that match all that is given, or all. They have at least `horizon` from now.
         """
-        return await self._operations.reopen(
-            session,
-            (State.EXPIRED, State.REJECTED),
-            horizon=_checked(horizon),
-            error=None,
-            which=which(ids, origin, caller, limit),
-        )
+        which = Which(ids=ids, origin=origin, caller=caller, limit=limit)
+        states = (State.EXPIRED, State.REJECTED)
+        return await self._operations.reopen(session, which, states=states, horizon=_checked(horizon))
 
     async def release(
         self,
@@ -272,13 +269,9 @@ class Webhooks:
         `error` is why they are there, such as "SealingKeyMissing" when the key is back. Those that
         match all that is given, or all. They have at least `horizon` from now.
         """
-        return await self._operations.reopen(
-            session,
-            (State.QUARANTINED,),
-            horizon=_checked(horizon),
-            error=error,
-            which=which(ids, origin, caller, limit),
-        )
+        which = Which(ids=ids, error=error, origin=origin, caller=caller, limit=limit)
+        states = (State.QUARANTINED,)
+        return await self._operations.reopen(session, which, states=states, horizon=_checked(horizon))
 
     async def discard(
         self,
@@ -291,7 +284,8 @@ class Webhooks:
         limit: int = 10_000,
     ) -> int:
         """Give quarantined webhooks up: they become rejected, and are pruned in time; how many."""
-        return await self._operations.discard(session, error=error, which=which(ids, origin, caller, limit))
+        which = Which(ids=ids, error=error, origin=origin, caller=caller, limit=limit)
+        return await self._operations.discard(session, which)
 
     async def reseal(self, session: Caller, *, after: UUID | None = None, limit: int = 1_000) -> Resealed:
         """Seal the next rows with the key that writes now, in the order of their ids, beginning `after`.
