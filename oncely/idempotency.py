@@ -18,26 +18,24 @@ import inspect
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from sqlalchemy import Integer, MetaData, Table, Text
+from sqlalchemy import MetaData, Table
 
-from oncely.answer import Answer, Body, Outcome, read_answer
+from oncely.answer import Answer, Body, Outcome
 from oncely.arguments import check_count
-from oncely.claim import NAME, Claim, check_ttl
+from oncely.claim import Claim, check_ttl
 from oncely.errors import InvalidKey, KeyInFlight, KeyInUse, KeyReused, KeyUnanswered, Refused
 from oncely.event import check_key
 from oncely.gate import Gate, Miss, Request, fingerprint
-from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
-from oncely.statement import Statement
+from oncely.stored_keys import KeyRecord, KeyStats, StoredKeys
 from oncely.tables import idempotency_table
 from oncely.telemetry.commit import tell_when_committed
 from oncely.telemetry.observer import Observer, guarded
 from oncely.telemetry.records import RequestGuarded
-from oncely.transaction import Caller, execute, is_retryable, owner_of
+from oncely.transaction import Caller, is_retryable, owner_of
 
 __all__ = [
     "Answer",
@@ -54,30 +52,6 @@ __all__ = [
 
 Work: TypeAlias = Callable[[], Awaitable[Answer | tuple[int, Body]]]
 """What a key guards: an async callable without arguments that returns `(status, body)` or an Answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeyRecord:
-    """A key as it is stored, as an operator sees it. `answer` is None for a key without one.
-
-    `expired`: its ttl had run out when it was read, so that it is free for the next request.
-    """
-
-    scope: str
-    key: str
-    answer: Outcome | None
-    created_at: datetime
-    expires_at: datetime | None
-    expired: bool
-
-
-@dataclass(frozen=True, slots=True)
-class KeyStats:
-    """How many keys are stored, how many of those were committed without an answer, and since when."""
-
-    stored: int
-    unanswered: int
-    oldest_at: datetime | None
 
 
 class IdempotencyKeys:
@@ -99,16 +73,9 @@ class IdempotencyKeys:
         observer: Observer | None = None,
     ) -> None:
         self.table = idempotency_table(metadata, table_name, schema)
-        tables = {"keys": self.table}
         self._observer = guarded(observer)
         self._gate = Gate(self.table)
-        self._get = Statement(_GET, tables, {**NAME})
-        self._record = Statement(_RECORD, tables, {**NAME})
-        self._stats = Statement(_STATS, tables, {"at_most": Integer})
-        self._forget_key = Statement(_FORGET + " AND key = :key", tables, {**NAME})
-        self._forget_scope = Statement(_FORGET, tables, {"scope": Text})
-        self._prune = Statement(_PRUNE, tables, {**CUTOFF, "limit": Integer})
-        self._prunable = Statement(_PRUNABLE, tables, {**CUTOFF, "at_most": Integer})
+        self._stored = StoredKeys(self.table)
 
     async def run(
         self,
@@ -214,27 +181,13 @@ class IdempotencyKeys:
         """The stored answer of this key; None when it has none, or none any more."""
         check_key(scope, "scope")
         check_key(key, "key")
-        found = await execute(session, self.table, self._get, {"scope": scope, "key": key})
-        row: Sequence[Any] | None = found.first()
-        return None if row is None else read_answer(*row)
+        return await self._stored.answer(session, scope, key)
 
     async def record(self, session: Caller, *, scope: str, key: str) -> KeyRecord | None:
         """What is stored of this key, also when it has no answer or has expired; None when nothing is."""
         check_key(scope, "scope")
         check_key(key, "key")
-        found = await execute(session, self.table, self._record, {"scope": scope, "key": key})
-        row = found.mappings().first()
-        if row is None:
-            return None
-        stored = (row["response_code"], row["headers"], row["response_body"], row["response_bytes"])
-        return KeyRecord(
-            scope=scope,
-            key=key,
-            answer=None if row["response_code"] is None else read_answer(*stored),
-            created_at=row["created_at"],
-            expires_at=row["expires_at"],
-            expired=row["expired"],
-        )
+        return await self._stored.record(session, scope, key)
 
     async def stats(self, session: Caller, *, at_most: int = 100_000) -> KeyStats:
         """Counts of the stored keys, by one statement.
@@ -242,8 +195,7 @@ class IdempotencyKeys:
         A count that has reached `at_most` may be higher: so far it was counted.
         """
         check_count(at_most, "at_most")
-        found = await execute(session, self.table, self._stats, {"at_most": at_most})
-        return KeyStats(**found.mappings().one())
+        return await self._stored.stats(session, at_most=at_most)
 
     async def forget(self, session: Caller, *, scope: str, key: str | None = None) -> int:
         """Make this key, or all of the scope, free once the caller commits; returns how many.
@@ -252,11 +204,9 @@ class IdempotencyKeys:
         transaction stays.
         """
         check_key(scope, "scope")
-        if key is None:
-            return (await execute(session, self.table, self._forget_scope, {"scope": scope})).rowcount
-        check_key(key, "key")
-        which = {"scope": scope, "key": key}
-        return (await execute(session, self.table, self._forget_key, which)).rowcount
+        if key is not None:
+            check_key(key, "key")
+        return await self._stored.forget(session, scope, key)
 
     async def prune(
         self, session: Caller, *, older_than: timedelta | datetime, limit: int | None = None
@@ -266,20 +216,14 @@ class IdempotencyKeys:
         `older_than` is an age or an aware time. In batches of 1,000, skipping keys that somebody has
         locked, up to `limit`.
         """
-        cutoff = cutoff_parameters(older_than)
-
-        async def delete(size: int) -> int:
-            return (await execute(session, self.table, self._prune, {**cutoff, "limit": size})).rowcount
-
-        return await delete_in_batches(delete, limit)
+        return await self._stored.prune(session, older_than=older_than, limit=limit)
 
     async def prunable(
         self, session: Caller, *, older_than: timedelta | datetime, at_most: int = 100_000
     ) -> int:
         """How many keys `prune` would delete, none counted beyond `at_most`."""
         check_count(at_most, "at_most")
-        parameters = cutoff_parameters(older_than) | {"at_most": at_most}
-        return int((await execute(session, self.table, self._prunable, parameters)).scalar_one())
+        return await self._stored.prunable(session, older_than=older_than, at_most=at_most)
 
     def _told(self, outcome: _Told, begun: float) -> RequestGuarded:
         duration = timedelta(seconds=time.monotonic() - begun)
@@ -328,54 +272,3 @@ _CLIENT_KEY = re.compile(r"[\x21-\x7e]{8,255}")
 _PAUSE = 0.005  # seconds
 _LONGEST_PAUSE = 0.1
 _RETRY_AFTER = timedelta(seconds=1)
-
-_GET = """
-SELECT response_code, CAST(response_headers AS text), response_body, response_bytes
-FROM {keys}
-WHERE scope = :scope AND key = :key AND response_code IS NOT NULL
-  AND (expires_at IS NULL OR expires_at > statement_timestamp())
-"""
-
-_RECORD = """
-SELECT response_code, CAST(response_headers AS text) AS headers, response_body, response_bytes,
-       created_at, expires_at, coalesce(expires_at <= statement_timestamp(), false) AS expired
-FROM {keys}
-WHERE scope = :scope AND key = :key
-"""
-
-_STATS = """
-SELECT count(*) AS stored, count(*) FILTER (WHERE response_code IS NULL) AS unanswered,
-       least((SELECT min(created_at) FROM {keys} WHERE expires_at IS NULL), min(created_at)) AS oldest_at
-FROM (SELECT response_code, created_at FROM {keys} LIMIT :at_most) AS counted
-"""
-
-_FORGET = """
-DELETE FROM {keys} WHERE scope = :scope AND NOT (response_code IS NULL AND created_at = now())
-"""
-
-_EXPIRED = "expires_at <= statement_timestamp()"
-_OLD = f"expires_at IS NULL AND created_at < {CUTOFF_TIME}"
-
-_PRUNE = f"""
-WITH expired AS MATERIALIZED (
-    SELECT ctid AS place FROM {{keys}}
-    WHERE {_EXPIRED}
-    ORDER BY expires_at LIMIT :limit
-    FOR UPDATE SKIP LOCKED
-), old AS MATERIALIZED (
-    SELECT ctid AS place FROM {{keys}}
-    WHERE {_OLD}
-    ORDER BY created_at LIMIT :limit - (SELECT count(*) FROM expired)
-    FOR UPDATE SKIP LOCKED
-)
-DELETE FROM {{keys}}
-WHERE ctid = ANY (ARRAY(SELECT place FROM expired UNION ALL SELECT place FROM old))
-"""  # noqa: S608  a constant
-
-_PRUNABLE = f"""
-SELECT count(*) FROM (
-    (SELECT FROM {{keys}} WHERE {_EXPIRED} LIMIT :at_most)
-    UNION ALL (SELECT FROM {{keys}} WHERE {_OLD} LIMIT :at_most)
-    LIMIT :at_most
-) AS prunable
-"""  # noqa: S608  a constant

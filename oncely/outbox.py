@@ -16,31 +16,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from sqlalchemy import Integer, MetaData, Table, Uuid
+from sqlalchemy import MetaData, Table
 
 from oncely.arguments import check_async, check_count, check_duration, check_id
+from oncely.cancellation import Cancellation
 from oncely.deadletters import DeadEvent, DeadLetters, Which
 from oncely.emission import Emission
-from oncely.errors import CancelUnsafe, ClaimLost, PublishFailed
+from oncely.errors import ClaimLost, PublishFailed
 from oncely.event import Event, NewEvent, Publisher, uuid7
 from oncely.ledger import Claim, Ledger, OnDead
 from oncely.loop import complete
+from oncely.pruning import Pruning
 from oncely.resending import Resending
-from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
-from oncely.statement import Statement
 from oncely.stats import OutboxStats, Statistics
 from oncely.tables import outbox_tables
 from oncely.telemetry.batches import tell_claimed, tell_lost, tell_settled, traced
 from oncely.telemetry.observer import Observer, guarded
 from oncely.telemetry.records import EventsTakenOver, OutboxMeasured
-from oncely.transaction import (
-    Caller,
-    Sessionmaker,
-    check_sessionmaker,
-    execute,
-    join,
-    says_what_is_missing,
-)
+from oncely.transaction import Caller, Sessionmaker, check_sessionmaker
 from oncely.wakeup import Wakeup
 
 __all__ = ["DeadEvent", "Event", "NewEvent", "Outbox", "OutboxStats", "Publisher", "uuid7"]
@@ -80,17 +73,13 @@ class Outbox:
         self.observer = guarded(observer)
         on_taken_over = None if self.observer is None else self._tell_taken_over
         self.ledger = Ledger(self.table, self.claims, on_dead=on_dead, on_taken_over=on_taken_over)
-        tables = {"outbox": self.table, "claims": self.claims}
         self.wakeup = Wakeup(self.table)
+        self._cancellation = Cancellation(self.table, self.claims)
         self._dead_letters = DeadLetters(self.table)
         self._resending = Resending(self.table)
         self._statistics = Statistics(self.table, self.claims, parks=on_dead == "park")
         self._emission = Emission(self.table, max_payload_bytes=max_payload_bytes, observer=self.observer)
-        self._claimed = Statement(_CLAIMED, tables, {"id": Uuid})
-        self._lock_event = Statement(_LOCK_EVENT, tables, {"id": Uuid})
-        self._delete_event = Statement(_DELETE_EVENT, tables, {"id": Uuid})
-        self._prune = Statement(_PRUNE, tables, CUTOFF | {"after": Uuid, "limit": Integer})
-        self._prunable = Statement(_PRUNABLE, tables, CUTOFF | {"at_most": Integer})
+        self._pruning = Pruning(self.table)
 
     async def emit(
         self,
@@ -138,21 +127,7 @@ class Outbox:
         Raises CancelUnsafe above READ COMMITTED, where the answer could come from an old snapshot.
         """
         check_id(event_id, "event_id")
-        connection = await join(session, self.table)
-        with says_what_is_missing(self.table):
-            isolation, claimed = (await connection.execute(self._claimed, {"id": event_id})).one()
-        if isolation not in ("read committed", "read uncommitted"):
-            raise CancelUnsafe(f"cancel needs READ COMMITTED, this transaction is {isolation.upper()}")
-        if claimed:
-            return False
-        # Lock first, then look at the claims with a new snapshot: a relay may have claimed it between
-        # the two. Without the savepoint a refused cancel would keep the row locked.
-        async with connection.begin_nested() as savepoint:
-            for statement in (self._lock_event, self._delete_event):
-                if (await connection.execute(statement, {"id": event_id})).first() is None:
-                    await savepoint.rollback()
-                    return False
-        return True
+        return await self._cancellation.cancel(session, event_id)
 
     async def relay_once(
         self,
@@ -335,25 +310,14 @@ class Outbox:
         Only published ones, in batches of 1,000, skipping rows that somebody has locked, up to
         `limit`. A deleted event's dedup_key is free again.
         """
-        cutoff = cutoff_parameters(older_than)
-        after = UUID(int=0)
-
-        async def delete(size: int) -> int:
-            nonlocal after
-            parameters = cutoff | {"after": after, "limit": size}
-            pruned = (await execute(session, self.table, self._prune, parameters)).mappings().one()
-            after = pruned["last"] or after
-            return int(pruned["deleted"])
-
-        return await delete_in_batches(delete, limit)
+        return await self._pruning.prune(session, older_than=older_than, limit=limit)
 
     async def prunable(
         self, session: Caller, *, older_than: timedelta | datetime, at_most: int = 100_000
     ) -> int:
         """How many events `prune` would delete, none counted beyond `at_most`."""
         check_count(at_most, "at_most")
-        parameters = cutoff_parameters(older_than) | {"at_most": at_most}
-        return int((await execute(session, self.table, self._prunable, parameters)).scalar_one())
+        return await self._pruning.prunable(session, older_than=older_than, at_most=at_most)
 
     def _tell_taken_over(self, count: int) -> None:
         if self.observer is not None:
@@ -379,53 +343,3 @@ def sent(events: Sequence[Event], failed: PublishFailed) -> list[Event]:
         elif event.key is None or event.key not in broken:
             left.append(event)
     return left
-
-
-_CLAIMED = """
-SELECT current_setting('transaction_isolation'), EXISTS (SELECT FROM {claims} WHERE :id = ANY (event_ids))
-"""
-
-_LOCK_EVENT = """
-SELECT id FROM {outbox}
-WHERE id = :id AND published_at IS NULL AND dead_at IS NULL AND attempts = 0
-FOR UPDATE SKIP LOCKED
-"""
-
-_DELETE_EVENT = """
-DELETE FROM {outbox}
-WHERE id = :id AND published_at IS NULL AND dead_at IS NULL AND attempts = 0
-  AND NOT EXISTS (SELECT FROM {claims} WHERE :id = ANY (event_ids))
-RETURNING id
-"""
-
-# There is no index on published_at. Ids begin with the time they were made, so the walk along them
-# stops an hour past the cutoff (application clocks differ) instead of reading the whole table.
-_BOUNDS = f"""
-WITH bounds AS MATERIALIZED (
-    SELECT {CUTOFF_TIME} AS cutoff
-),
-ceiling AS MATERIALIZED (
-    SELECT rpad(lpad(to_hex(milliseconds::bigint), 12, '0'), 32, '0')::uuid AS id
-    FROM bounds, greatest(0, 1000 * extract(epoch FROM cutoff + interval '1 hour')) AS milliseconds
-)"""  # noqa: S608  a constant
-
-_PRUNABLE = f"""
-{_BOUNDS}
-SELECT count(*) FROM (
-    SELECT FROM {{outbox}}
-    WHERE id < (SELECT id FROM ceiling) AND published_at < (SELECT cutoff FROM bounds)
-    LIMIT :at_most
-) AS old
-"""  # noqa: S608  a constant
-
-_PRUNE = f"""
-{_BOUNDS},
-doomed AS MATERIALIZED (
-    SELECT id FROM {{outbox}}
-    WHERE id > :after AND id < (SELECT id FROM ceiling) AND published_at < (SELECT cutoff FROM bounds)
-    ORDER BY id LIMIT :limit
-    FOR UPDATE SKIP LOCKED
-),
-gone AS (DELETE FROM {{outbox}} WHERE id = ANY (ARRAY(SELECT id FROM doomed)) RETURNING id)
-SELECT count(*) AS deleted, (SELECT id FROM doomed ORDER BY id DESC LIMIT 1) AS last FROM gone
-"""  # noqa: S608  a constant

@@ -1,4 +1,4 @@
-"""What operators do with webhooks: count, list, try again, release, discard. Each is one statement."""
+"""What operators do with webhooks: count, list, try again, release, discard, prune."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from uuid import UUID
 from sqlalchemy import ARRAY, CursorResult, DateTime, Integer, Interval, Table, Text, Uuid
 
 from oncely.arguments import check_count, check_text, check_time, ids_of
+from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
 from oncely.transaction import Caller, execute
+from oncely.webhooks.leases import EXPIRE, EXPIRY_BATCH
 from oncely.webhooks.records import OriginStats, State, WebhookRecord, WebhookStats
 
 __all__ = ["Operations", "Which"]
@@ -58,6 +60,9 @@ class Operations:
         self._dead = Statement(_DEAD, tables, chosen | ended | {"type": Text, "since": _TIME, "until": _TIME})
         self._reopen = Statement(_REOPEN, tables, chosen | ended | {"horizon": Interval})
         self._discard = Statement(_DISCARD, tables, chosen)
+        self._expire = Statement(EXPIRE, tables, {"batch": Integer})
+        self._prune = Statement(_PRUNE, tables, CUTOFF | {"limit": Integer})
+        self._prunable = Statement(_PRUNABLE, tables, CUTOFF | {"at_most": Integer})
         self._sealed_with = Statement(_SEALED_WITH, tables)
 
     async def stats(self, caller: Caller, *, limit: int) -> WebhookStats:
@@ -98,6 +103,24 @@ class Operations:
     async def discard(self, caller: Caller, which: Which) -> int:
         """Reject those chosen that are quarantined; how many."""
         return (await execute(caller, self._table, self._discard, which.parameters())).rowcount
+
+    async def prune(self, caller: Caller, *, older_than: timedelta | datetime, limit: int | None) -> int:
+        """Expire what is overdue, then delete what is finished and old; how many were deleted."""
+        cutoff = cutoff_parameters(older_than)
+
+        async def expire(size: int) -> int:
+            return (await execute(caller, self._table, self._expire, {"batch": size})).rowcount
+
+        async def delete(size: int) -> int:
+            return (await execute(caller, self._table, self._prune, cutoff | {"limit": size})).rowcount
+
+        await delete_in_batches(expire, EXPIRY_BATCH if limit is None else limit)
+        return await delete_in_batches(delete, limit)
+
+    async def prunable(self, caller: Caller, *, older_than: timedelta | datetime, at_most: int) -> int:
+        """How many are finished and old, none counted beyond `at_most`."""
+        parameters = cutoff_parameters(older_than) | {"at_most": at_most}
+        return int((await execute(caller, self._table, self._prunable, parameters)).scalar_one())
 
     async def sealed_with(self, caller: Caller) -> dict[str, int]:
         rows = await execute(caller, self._table, self._sealed_with, {})
@@ -184,6 +207,23 @@ WHERE id = ANY (ARRAY(
     SELECT id FROM {{webhooks}}
     WHERE state = 'quarantined' AND {_MATCHES}
     ORDER BY id LIMIT :limit
+    FOR UPDATE SKIP LOCKED))
+"""  # noqa: S608  a constant
+
+_OLD = f"""
+state IN ('delivered', 'expired', 'rejected')
+AND retry_until < least({CUTOFF_TIME}, statement_timestamp() - interval '7 days')
+"""
+
+_PRUNABLE = f"""
+SELECT count(*) FROM (SELECT FROM {{webhooks}} WHERE {_OLD} LIMIT :at_most) AS old
+"""  # noqa: S608  a constant
+
+_PRUNE = f"""
+DELETE FROM {{webhooks}}
+WHERE id = ANY (ARRAY(
+    SELECT id FROM {{webhooks}} WHERE {_OLD}
+    ORDER BY retry_until LIMIT :limit
     FOR UPDATE SKIP LOCKED))
 """  # noqa: S608  a constant
 

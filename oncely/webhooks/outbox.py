@@ -15,20 +15,18 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from sqlalchemy import Integer, MetaData, Table
+from sqlalchemy import MetaData, Table
 
 from oncely.arguments import check_count, check_id
 from oncely.errors import InvalidKey
 from oncely.event import check_key, uuid7
-from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
-from oncely.statement import Statement
 from oncely.tables import webhooks_table
 from oncely.telemetry.commit import tell_when_committed
 from oncely.telemetry.observer import Observer, guarded
 from oncely.telemetry.records import WebhookEnqueued, WebhooksMeasured
-from oncely.transaction import Caller, Sessionmaker, execute, join, says_what_is_missing
+from oncely.transaction import Caller, Sessionmaker, join, says_what_is_missing
 from oncely.webhooks.destination import Destination, HeadersLike, check_headers
-from oncely.webhooks.leases import EXPIRE, EXPIRY_BATCH, Lease, Leases
+from oncely.webhooks.leases import Lease, Leases
 from oncely.webhooks.operations import Operations, Which
 from oncely.webhooks.records import ENDED_BADLY, Resealed, State, WebhookRecord, WebhookStats
 from oncely.webhooks.rows import Rows
@@ -71,10 +69,6 @@ class Webhooks:
         self.leases = Leases(self.table)
         self._rows = Rows(self.table, keyring)
         self._operations = Operations(self.table)
-        tables = {"webhooks": self.table}
-        self._expire = Statement(EXPIRE, tables, {"batch": Integer})
-        self._prune = Statement(_PRUNE, tables, CUTOFF | {"limit": Integer})
-        self._prunable = Statement(_PRUNABLE, tables, CUTOFF | {"at_most": Integer})
 
     async def enqueue(
         self,
@@ -151,16 +145,7 @@ class Webhooks:
         skipping rows that somebody has locked, up to `limit`. Quarantined ones are kept: nobody has
         decided about them yet.
         """
-        cutoff = cutoff_parameters(older_than)
-
-        async def expire(size: int) -> int:
-            return (await execute(session, self.table, self._expire, {"batch": size})).rowcount
-
-        async def delete(size: int) -> int:
-            return (await execute(session, self.table, self._prune, cutoff | {"limit": size})).rowcount
-
-        await delete_in_batches(expire, EXPIRY_BATCH if limit is None else limit)
-        return await delete_in_batches(delete, limit)
+        return await self._operations.prune(session, older_than=older_than, limit=limit)
 
     async def purge(self, session: Caller, *, limit: int | None = None) -> int:
         """`prune` as early as it may be."""
@@ -175,8 +160,7 @@ class Webhooks:
     ) -> int:
         """How many webhooks `prune` would delete, none counted beyond `at_most`."""
         check_count(at_most, "at_most")
-        parameters = cutoff_parameters(older_than) | {"at_most": at_most}
-        return int((await execute(session, self.table, self._prunable, parameters)).scalar_one())
+        return await self._operations.prunable(session, older_than=older_than, at_most=at_most)
 
     async def stats(self, session: Caller, *, origins: int = 100) -> WebhookStats:
         """Counts of the table, and of the `origins` with the most pending webhooks."""
@@ -318,21 +302,3 @@ def _checked(horizon: timedelta) -> timedelta:
     if not timedelta(0) < horizon <= 7 * _DAY:
         raise ValueError(f"horizon must be above 0 and at most 7 days, not {horizon}")
     return horizon
-
-
-_OLD = f"""
-state IN ('delivered', 'expired', 'rejected')
-AND retry_until < least({CUTOFF_TIME}, statement_timestamp() - interval '7 days')
-"""
-
-_PRUNABLE = f"""
-SELECT count(*) FROM (SELECT FROM {{webhooks}} WHERE {_OLD} LIMIT :at_most) AS old
-"""  # noqa: S608  a constant
-
-_PRUNE = f"""
-DELETE FROM {{webhooks}}
-WHERE id = ANY (ARRAY(
-    SELECT id FROM {{webhooks}} WHERE {_OLD}
-    ORDER BY retry_until LIMIT :limit
-    FOR UPDATE SKIP LOCKED))
-"""  # noqa: S608  a constant

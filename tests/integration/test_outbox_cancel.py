@@ -130,7 +130,7 @@ async def test_a_cancel_that_loses_the_race_keeps_no_lock_and_the_transaction_go
     [event_id] = await emit(outbox, sessions, 1)
 
     def claim_it(*arguments: Any) -> None:
-        if arguments[2].split() == str(outbox._lock_event.compile(engine.sync_engine)).split():
+        if arguments[2].split() == str(outbox._cancellation._lock.compile(engine.sync_engine)).split():
             with psycopg.connect(database.dsn(), autocommit=True) as relay:
                 relay.execute(
                     "INSERT INTO outbox_claims (token, claimed_by, expires_at, event_ids, keys)"

@@ -227,17 +227,17 @@ async def test_pruning_reads_what_was_emitted_before_the_cutoff(
     connection: AsyncConnection, outbox: Outbox
 ) -> None:
     parameters = {"after": UUID(int=0), "limit": LIMIT, "cutoff": None, "age": timedelta(seconds=99_000)}
-    nodes = await explained(connection, outbox._prune, parameters)
+    nodes = await explained(connection, outbox._pruning._prune, parameters)
     # What was emitted in the hour after the cutoff may be read too, and a thousand before it is deleted.
     along_the_indexes(nodes, at_most=3_600 + 1_000 + 2 * LIMIT)
     parameters["age"] = timedelta(days=7)
-    along_the_indexes(await explained(connection, outbox._prune, parameters), at_most=0)
+    along_the_indexes(await explained(connection, outbox._pruning._prune, parameters), at_most=0)
 
 
 async def test_a_cancel_reads_one_row(connection: AsyncConnection, outbox: Outbox) -> None:
     _, [event_id, *_] = await claimed(connection)
     await connection.execute(text("TRUNCATE outbox_claims"))
-    for statement in (outbox._lock_event, outbox._delete_event):
+    for statement in (outbox._cancellation._lock, outbox._cancellation._delete):
         along_the_indexes(await explained(connection, statement, {"id": event_id}), at_most=1)
 
 
