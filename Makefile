@@ -9,6 +9,7 @@ test: .venv/installed
 
 coverage: .venv/installed
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --timeout 400 --cov --cov-report=term-missing:skip-covered
+	$(BIN)/coverage json --quiet --fail-under 0 -o - | $(BIN)/python -m tests.branches
 
 matrix: .venv/installed
 	$(BIN)/tox run $(if $(ONLY),-e $(ONLY))

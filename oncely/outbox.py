@@ -122,8 +122,9 @@ class Outbox:
     async def cancel(self, session: Caller, event_id: UUID) -> bool:
         """Take an event back in the caller's transaction. True: once that commits, no relay sends it.
 
-        False: it is being sent, was tried, sent or cancelled before, or another transaction has it. Only
-        when the server crashes while a relay has the event may it be True all the same.
+        False: it is being sent, was tried, sent or cancelled before, or another transaction has it. It may
+        be True all the same of an event that has got through in an outage, which counts for no try, and
+        when the server crashes while a relay has the event.
         Raises CancelUnsafe above READ COMMITTED, where the answer could come from an old snapshot.
         """
         check_id(event_id, "event_id")

@@ -80,7 +80,10 @@ class Simulation:
     published: list[int] = field(default_factory=list)
     emitted: dict[int, Emitted] = field(default_factory=dict)
     ids: dict[int, UUID] = field(default_factory=dict)
-    cancelled: set[int] = field(default_factory=set)
+    cancelled: dict[int, int] = field(default_factory=dict)
+    """By number, how many had been published when `cancel` said True."""
+    untold: set[int] = field(default_factory=set)
+    """What left in a call that failed without saying so."""
     fails_for_ever: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
@@ -150,12 +153,13 @@ class Simulation:
             async with self.sessions() as session:
                 if not await self.outbox.cancel(session, self.ids[number]):
                     continue
+                published = len(self.published)
                 await self.pause(0, 0.25)
                 if self.random.random() < 0.5:
                     await session.rollback()
                     self.counts["cancels rolled back"] += 1
                 else:
-                    self.cancelled.add(number)
+                    self.cancelled[number] = published
                     await session.commit()
                     self.counts["cancelled"] += 1
 
@@ -236,7 +240,7 @@ class Simulation:
         first: dict[int, int] = {}
         for place, number in enumerate(self.published):
             first.setdefault(number, place)
-        excused = self.cancelled | (self.dead if self.on_dead == "continue" else set())
+        excused = self.cancelled.keys() | (self.dead if self.on_dead == "continue" else set())
         by_key: defaultdict[str, list[Emitted]] = defaultdict(list)
         for event in self.emitted.values():
             if event.key is not None and event.number in first and event.number not in excused:
@@ -253,9 +257,15 @@ class Simulation:
                 for f in events
                 if first[f.number] < first[e.number] and _precedes(e, f)
             ],
-            cancelled_but_published=sorted(self.cancelled & first.keys()),
+            cancelled_but_published=sorted(filter(self._cancel_lied, self.cancelled)),
             counts=self.counts,
         )
+
+    def _cancel_lied(self, number: int) -> bool:
+        """It left after `cancel` had said that it would not, or before, and that was known."""
+        then = self.cancelled[number]
+        before, after = self.published[:then], self.published[then:]
+        return number in after or (number in before and number not in self.untold)
 
 
 def _precedes(e: Emitted, f: Emitted) -> bool:

@@ -124,6 +124,7 @@ class _Life:
             if event.payload in world.fails_for_ever or chance() < 0.02:
                 world.counts["failures"] += 1
                 if chance() < 0.5:
+                    world.untold.update(each.payload for each in events if each.id in left)
                     raise ValueError("refused, and nobody is told what had left before")
                 failures[event.id] = ValueError("refused")
                 if event.key is not None:

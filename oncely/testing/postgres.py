@@ -53,7 +53,7 @@ class EmbeddedPostgres(EmbeddedServer):
         return f"postgresql://postgres@/{database}?host={self.folder}"
 
     def start(self, *, timeout: float = 30.0) -> None:
-        """Start the server and return when it answers. `timeout` is in seconds."""
+        """Start the server, unless it runs, and return when it answers. `timeout` is in seconds."""
         if not (self.folder / "data").exists():
             self._initialise()
         super().start(timeout=timeout)

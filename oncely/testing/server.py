@@ -44,7 +44,9 @@ class EmbeddedServer(ABC):
         return self._process.pid if self._process is not None else None
 
     def start(self, *, timeout: float = 30.0) -> None:
-        """Start the server and return when it answers. `timeout` is in seconds."""
+        """Start the server, unless it runs, and return when it answers. `timeout` is in seconds."""
+        if self._process is not None and self._process.poll() is None:
+            return
         started: Future[subprocess.Popen[bytes]] = Future()
         Thread(target=self._run, args=[started], name=str(self.folder), daemon=True).start()
         self._process = started.result()

@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import MetaData, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
-from oncely import CancelUnsafe, Event, NoTransaction, Outbox
+from oncely import CancelUnsafe, Event, NoTransaction, Outbox, Relay
 from oncely.testing import RecordingPublisher
 from tests.database import Database
 from tests.outboxes import Sessions, claim, emit, expire_claims, fail, payloads, sent_sql, states
@@ -228,3 +228,18 @@ async def test_in_autocommit_it_refuses_before_any_sql(
             await outbox.cancel(connection, event_id)
     assert sent == []
     assert await states(engine) == {"1": "open"}
+
+
+async def test_what_got_through_in_an_outage_was_not_tried_and_is_taken_back_from_then_on(
+    outbox: Outbox, sessions: Sessions, publish: RecordingPublisher
+) -> None:
+    async def cut_off(events: Sequence[Event]) -> None:
+        await publish(events)
+        raise ConnectionError("the answer was lost")
+
+    first, _ = await emit(outbox, sessions, 1, 2)
+    outage = (await Relay(outbox, sessions, cut_off).run_once()).outage
+    assert isinstance(outage, ConnectionError)
+    assert await cancel(outbox, sessions, first) is True
+    assert payloads(await outbox.relay_once(sessions, publish)) == [2]
+    assert [event.payload for event in publish.events] == [1, 2, 2]
