@@ -108,8 +108,10 @@ def _body(body: object) -> Body:
 
 
 def _pairs(headers: Headers) -> tuple[tuple[str, str], ...]:
-    given = headers.items() if isinstance(headers, Mapping) else headers
-    pairs = tuple(tuple(pair) for pair in given)
+    given: object = headers.items() if isinstance(headers, Mapping) else headers
+    if not isinstance(given, Iterable):
+        raise TypeError(f"headers must be pairs of str, not {type(given).__name__}")
+    pairs = tuple(tuple(pair) if isinstance(pair, Iterable) else (pair,) for pair in given)
     for pair in pairs:
         if len(pair) != 2 or not all(isinstance(word, str) for word in pair):
             raise TypeError(f"headers must be pairs of str, not {pair!r}")

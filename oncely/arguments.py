@@ -16,19 +16,28 @@ from oncely.backoff import Backoff
 from oncely.event import check_key
 
 __all__ = [
+    "LONGEST",
     "check_async",
     "check_backoff",
+    "check_callable",
     "check_count",
     "check_duration",
     "check_id",
+    "check_kind",
+    "check_name",
     "check_takes",
     "check_text",
     "check_time",
+    "check_wait",
     "ids_of",
 ]
 
 MOST = 2**31 - 1
 """The largest count, an integer of PostgreSQL's."""
+
+
+LONGEST = timedelta(days=36_500)
+"""The longest duration that is counted from a database's now: PostgreSQL's calendar and SQLite's end."""
 
 
 def check_async(function: object, what: str) -> None:
@@ -66,12 +75,42 @@ def check_takes(function: Callable[..., object], what: str, *arguments: str, ins
         raise TypeError(f"{what} is called with ({', '.join(arguments)}): {error}{instead}") from None
 
 
-def check_duration(value: object, what: str) -> None:
-    """Raise unless this is a timedelta above zero."""
+def check_callable(value: object, what: str) -> None:
+    """Raise unless this can be called. Where it must also be async: `check_async`."""
+    if not callable(value):
+        raise TypeError(f"{what} must be a function, not {type(value).__name__}")
+
+
+def check_kind(value: object, kind: type, what: str) -> None:
+    """Raise unless this is an instance of `kind`."""
+    if not isinstance(value, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise TypeError(f"{what} must be {article} {kind.__name__}, not {type(value).__name__}")
+
+
+def check_name(value: object, what: str) -> None:
+    """Raise unless this is a str with something in it, as a stream's name is."""
+    check_kind(value, str, what)
+    if not value:
+        raise ValueError(f"{what} is empty")
+
+
+def check_duration(value: object, what: str, *, longest: timedelta | None = None) -> None:
+    """Raise unless this is a timedelta above zero, and, where a database is to add it, at most `longest`."""
     if not isinstance(value, timedelta):
         raise TypeError(f"{what} must be a timedelta, not {type(value).__name__}")
     if value <= timedelta(0):
         raise ValueError(f"{what} must be positive, not {value}")
+    if longest is not None and value > longest:
+        raise ValueError(f"{what} must be at most {longest.days:,} days, not {value}")
+
+
+def check_wait(value: object, what: str) -> None:
+    """Raise unless this is a timedelta of zero or more."""
+    if not isinstance(value, timedelta):
+        raise TypeError(f"{what} must be a timedelta, not {type(value).__name__}")
+    if value < timedelta(0):
+        raise ValueError(f"{what} is below zero: {value}")
 
 
 def check_backoff(value: object, what: str) -> None:
@@ -80,14 +119,14 @@ def check_backoff(value: object, what: str) -> None:
         raise TypeError(f"{what} must be a Backoff, not {type(value).__name__}")
 
 
-def check_count(value: object, what: str, *, least: int = 1) -> None:
-    """Raise unless this is an int from `least` to 2,147,483,647; True is none."""
+def check_count(value: object, what: str, *, least: int = 1, most: int | None = MOST) -> None:
+    """Raise unless this is an int from `least` to `most`, by default 2,147,483,647; True is none."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{what} must be an int, not {type(value).__name__}")
     if value < least:
         raise ValueError(f"{what} must be {least} or more, not {value}")
-    if value > MOST:
-        raise ValueError(f"{what} must be {MOST:,} or less, not {value:,}")
+    if most is not None and value > most:
+        raise ValueError(f"{what} must be {most:,} or less, not {value:,}")
 
 
 def check_id(value: object, what: str) -> None:

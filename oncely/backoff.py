@@ -23,6 +23,12 @@ class Backoff:
     jitter: float = 0.2
 
     def __post_init__(self) -> None:
+        for name, delay in (("first", self.first), ("maximum", self.maximum)):
+            if not isinstance(delay, timedelta):
+                raise TypeError(f"{name} must be a timedelta, not {type(delay).__name__}")
+        for name, number in (("factor", self.factor), ("jitter", self.jitter)):
+            if not isinstance(number, (int, float)):
+                raise TypeError(f"{name} must be a number, not {type(number).__name__}")
         if self.first <= timedelta(0):
             raise ValueError(f"first must be positive, not {self.first}")
         if self.maximum < self.first:

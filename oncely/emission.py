@@ -15,6 +15,7 @@ from sqlalchemy import ARRAY, Interval, Table, Text, Uuid
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.types import TypeEngine
 
+from oncely.arguments import check_kind
 from oncely.errors import DedupKeyReused, InvalidKey, RowsHidden
 from oncely.event import NewEvent, check_key, encode_json, uuid7
 from oncely.statement import Statement
@@ -57,6 +58,7 @@ class Emission:
 
     async def emit_many(self, session: Caller, events: Iterable[NewEvent]) -> list[UUID]:
         """Write all of the events or none, in the order given; their ids."""
+        check_kind(events, Iterable, "events")
         trace = self._trace()
         rows = [self._row(event, f"events[{index}] ", trace) for index, event in enumerate(events)]
         if not rows:

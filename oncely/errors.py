@@ -406,7 +406,10 @@ class Refused(Exception):
         pairs: Iterable[tuple[str, str]] = headers.items() if isinstance(headers, Mapping) else headers
         self.status = status
         self.body = body
-        self.headers: tuple[tuple[str, str], ...] = tuple((name, value) for name, value in pairs)
+        try:
+            self.headers: tuple[tuple[str, str], ...] = tuple((name, value) for name, value in pairs)
+        except (TypeError, ValueError):
+            raise TypeError(f"headers must be pairs of str, not {headers!r}") from None
         super().__init__(status, body, self.headers)
 
     def __str__(self) -> str:

@@ -25,7 +25,7 @@ from typing import Literal, TypeAlias
 from sqlalchemy import MetaData, Table
 
 from oncely.answer import Answer, Body, Outcome
-from oncely.arguments import check_count
+from oncely.arguments import check_count, check_wait
 from oncely.claim import Claim, check_ttl
 from oncely.errors import InvalidKey, KeyInFlight, KeyInUse, KeyReused, KeyUnanswered, Refused
 from oncely.event import check_key
@@ -138,7 +138,9 @@ class IdempotencyKeys:
             raise InvalidKey("key is empty")
         if not isinstance(fingerprint, bytes):
             raise TypeError(f"fingerprint must be bytes, not {type(fingerprint).__name__}")
-        seconds = math.inf if wait is None else _seconds(wait)
+        if wait is not None:
+            check_wait(wait, "wait")
+        seconds = math.inf if wait is None else wait.total_seconds()
         caller = owner_of(session)
         request = Request(caller, scope, key, fingerprint)
         begun = time.monotonic()
@@ -236,14 +238,6 @@ def is_valid_key(key: object) -> bool:
     Stricter than what can be stored: see InvalidKey.
     """
     return isinstance(key, str) and _CLIENT_KEY.fullmatch(key) is not None
-
-
-def _seconds(wait: timedelta) -> float:
-    if not isinstance(wait, timedelta):
-        raise TypeError(f"wait must be a timedelta or None, not {type(wait).__name__}")
-    if wait < timedelta(0):
-        raise ValueError(f"wait is below zero: {wait}")
-    return wait.total_seconds()
 
 
 async def _answer(work: Work) -> Answer:

@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError, InvalidRequestError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session, SessionTransaction
 
-from oncely.arguments import check_async, check_count, check_id, check_takes
+from oncely.arguments import check_async, check_callable, check_count, check_id, check_takes
 from oncely.errors import InvalidKey, TransactionEnded
 from oncely.event import Event, Handler, check_key
 from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
@@ -102,6 +102,7 @@ class Inbox:
         work has caught that of another statement.
         """
         _check_consumer(consumer)
+        check_callable(work, "work")
         if not isinstance(event, Event):
             check_id(event, "event")
         await join(session, self.table)

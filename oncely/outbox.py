@@ -18,7 +18,7 @@ from uuid import UUID
 
 from sqlalchemy import MetaData, Table
 
-from oncely.arguments import check_async, check_count, check_duration, check_id
+from oncely.arguments import LONGEST, check_async, check_count, check_duration, check_id
 from oncely.cancellation import Cancellation
 from oncely.deadletters import DeadEvent, DeadLetters, Which
 from oncely.emission import Emission
@@ -65,8 +65,8 @@ class Outbox:
     ) -> None:
         if on_dead not in ("continue", "park"):
             raise ValueError(f'on_dead is "continue" or "park", not {on_dead!r}')
-        if max_payload_bytes is not None and max_payload_bytes < 1:
-            raise ValueError(f"max_payload_bytes must be positive, not {max_payload_bytes}")
+        if max_payload_bytes is not None:
+            check_count(max_payload_bytes, "max_payload_bytes")
         self.table, self.claims = outbox_tables(metadata, table_name, schema)
         self.on_dead = on_dead
         self.max_payload_bytes = max_payload_bytes
@@ -146,7 +146,7 @@ class Outbox:
         Raises ClaimLost when the batch was sent but could not be marked in time.
         """
         check_count(batch, "batch")
-        check_duration(lease, "lease")
+        check_duration(lease, "lease", longest=LONGEST)
         check_sessionmaker(sessionmaker)
         check_async(publish, "publish")
 
@@ -210,6 +210,7 @@ class Outbox:
 
     async def measure(self, sessionmaker: Sessionmaker) -> list[OutboxMeasured]:
         """One look, as `oncely.telemetry.Gauges` takes it."""
+        check_sessionmaker(sessionmaker)
         async with sessionmaker() as session:
             stats = await self.stats(session)
         return [

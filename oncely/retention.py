@@ -18,7 +18,7 @@ from sqlalchemy import DateTime, Interval, Table
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.types import TypeEngine
 
-from oncely.arguments import check_backoff, check_count, check_duration, check_time
+from oncely.arguments import LONGEST, check_backoff, check_count, check_duration, check_kind, check_time
 from oncely.backoff import Backoff
 from oncely.loop import one_at_a_time, run_loop, within
 from oncely.telemetry.observer import Observer, guarded
@@ -28,8 +28,6 @@ from oncely.transaction import Sessionmaker, check_sessionmaker, is_passing
 __all__ = ["CUTOFF", "CUTOFF_TIME", "Prunable", "Retention", "cutoff_parameters", "delete_in_batches"]
 
 _log = logging.getLogger(__name__)
-
-_LONGEST_AGE = timedelta(days=36_500)  # PostgreSQL's times begin at some point; nothing here is older
 
 BATCH = 1_000
 """The most rows that one statement deletes."""
@@ -86,7 +84,10 @@ class Retention:
         for name, duration in durations.items():
             check_duration(duration, name)
         check_backoff(outage, "outage")
+        check_kind(keep, Mapping, "keep")
         for prunable, age in keep.items():
+            if not callable(getattr(prunable, "prune", None)):
+                raise TypeError(f"keep says what is pruned, such as an Outbox, and {prunable!r} cannot be")
             if not isinstance(age, timedelta):
                 raise TypeError(
                     f"the age for {prunable.table.name} must be a timedelta, not {type(age).__name__}"
@@ -168,7 +169,9 @@ def cutoff_parameters(older_than: timedelta | datetime) -> dict[str, Any]:
     if isinstance(older_than, timedelta):
         if older_than < timedelta(0):
             raise ValueError(f"older_than is below zero: {older_than}")
-        return {"cutoff": None, "age": min(older_than, _LONGEST_AGE)}
+        return {"cutoff": None, "age": min(older_than, LONGEST)}
+    if older_than is None:
+        raise TypeError("older_than must be a timedelta or a datetime, not NoneType")
     check_time(older_than, "older_than")
     return {"cutoff": older_than, "age": None}
 

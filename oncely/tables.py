@@ -329,6 +329,8 @@ def _present(
         raise TypeError(f"table_name must be a str, not {type(name).__name__}")
     if not name:
         raise ValueError("table_name is empty")
+    if schema is not None and not isinstance(schema, str):
+        raise TypeError(f"schema must be a str, not {type(schema).__name__}")
     names = [name, *(str(item.name) for item in items() if isinstance(item, (CheckConstraint, Index)))]
     longest = max(names, key=lambda each: len(each.encode()))
     if len(longest.encode()) > _LONGEST_NAME:

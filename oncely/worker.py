@@ -20,7 +20,7 @@ from datetime import datetime, timedelta
 from inspect import isawaitable
 from typing import Protocol, runtime_checkable
 
-from oncely.arguments import check_duration
+from oncely.arguments import check_duration, check_kind
 from oncely.errors import TablesMissing
 from oncely.loop import complete, one_at_a_time, wait_for_either, within
 from oncely.process import LoopFactory, run_process
@@ -109,6 +109,7 @@ class Worker:
             self._named[self._free_name(service.name)] = service
         self.services = services
         self.grace = grace
+        check_kind(close, Iterable, "close")
         self.closing = tuple(close)
         for each in self.closing:
             if not callable(each):

@@ -9,9 +9,10 @@ from typing import Any, Concatenate, ParamSpec
 from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from oncely.arguments import LONGEST, check_callable, check_duration, check_kind, check_wait
 from oncely.effects.once import Once
 from oncely.effects.run import Call, Policy, Run, Verify
-from oncely.effects.table_store import TableStore, check_duration
+from oncely.effects.table_store import TableStore
 from oncely.effects.watch import watched
 from oncely.errors import EffectFailed
 from oncely.event import check_key
@@ -53,9 +54,12 @@ class Effects(TableStore):
         schema: str | None = None,
         observer: Observer | None = None,
     ) -> None:
+        check_kind(failed_on, tuple, "failed_on")
         for type_ in failed_on:
+            check_kind(type_, type, "each of failed_on")
             if not issubclass(type_, Exception):
                 raise TypeError(f"failed_on names subclasses of Exception, not {type_!r}")
+        check_callable(redact, "redact")
         super().__init__(effects_table(metadata, table_name, schema), sessionmaker, stale_after=stale_after)
         self._observer = guarded(observer)
         self._policy = Policy(stale_after, (EffectFailed, *failed_on), _describer(redact))
@@ -88,13 +92,12 @@ class Effects(TableStore):
         EffectLost: the claim ended before the end of the call could be recorded. EffectUnknown
         right after the call: its result could not be stored, or the database not be reached.
 
-        Raises InvalidKey for a key, and ValueError for args, ttl or wait, that cannot be.
+        Raises, before any SQL: InvalidKey for a key, ValueError for args, ttl or wait, that cannot be;
+        TypeError for what is of another type.
         """
         check_key(key, "key")
-        if ttl is not None:
-            check_duration(ttl, "ttl")
-        if wait < timedelta(0):
-            raise ValueError(f"wait must not be negative, but is {wait!r}")
+        check_callable(call, "call")
+        _check_terms(verify, ttl, wait)
         run = Run(self, self._policy, key=key, args=args, call=call, verify=verify, ttl=ttl, wait=wait)
         if self._observer is None:
             return await run()
@@ -121,10 +124,23 @@ class Effects(TableStore):
         Its other arguments are the effect's args: a mapping by name, which `verify` is given.
         """
 
+        if key is not None:
+            check_callable(key, "key")
+        _check_terms(verify, ttl, wait)
+
         def decorate(function: Callable[Concatenate[str, _P], Awaitable[object]]) -> Once[_P]:
             return Once(self, function, key=key, verify=verify, ttl=ttl, wait=wait)
 
         return decorate
+
+
+def _check_terms(verify: Verify | None, ttl: timedelta | None, wait: timedelta) -> None:
+    """Raise TypeError or ValueError unless a run can be made on these."""
+    if verify is not None:
+        check_callable(verify, "verify")
+    if ttl is not None:
+        check_duration(ttl, "ttl", longest=LONGEST)
+    check_wait(wait, "wait")
 
 
 def _describer(redact: Callable[[BaseException], str]) -> Callable[[BaseException], str]:

@@ -10,7 +10,7 @@ was lost, the second finds the record changed and says lost: the safe side.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -18,7 +18,7 @@ from sqlalchemy import CursorResult, Executable, RowMapping, Table
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
-from oncely.arguments import check_count
+from oncely.arguments import LONGEST, check_count, check_duration, check_kind
 from oncely.effects import statements
 from oncely.effects.record import EffectRecord, EffectStats, Status
 from oncely.effects.store import FINISHED, OPEN, Store, new_token
@@ -26,10 +26,7 @@ from oncely.event import check_key, encode_json
 from oncely.loop import complete
 from oncely.transaction import Sessionmaker, check_sessionmaker
 
-__all__ = ["TableStore", "check_duration"]
-
-LONGEST_TIME = timedelta(days=36_500)
-"""The longest lease, ttl or age: what both databases can add to now."""
+__all__ = ["TableStore"]
 
 LONGEST_ERROR = 1_000
 """How many characters of an error are stored."""
@@ -50,7 +47,7 @@ class TableStore(Store):
     def __init__(
         self, table: Table, sessionmaker: Sessionmaker | AsyncEngine | None, *, stale_after: timedelta
     ) -> None:
-        check_duration(stale_after, "stale_after")
+        check_duration(stale_after, "stale_after", longest=LONGEST)
         self.table = table
         self.stale_after = stale_after
         self.sessionmaker = _sessionmaker(sessionmaker)
@@ -71,6 +68,9 @@ class TableStore(Store):
 
     async def claim(self, key: str, args_hash: bytes, *, provider_token: str | None = None) -> str | None:
         check_key(key, "key")
+        check_kind(args_hash, bytes, "args_hash")
+        if provider_token is not None:
+            check_key(provider_token, "provider_token")
         token = new_token()
         won = await self._execute(
             self._claim,
@@ -85,7 +85,8 @@ class TableStore(Store):
 
     async def extend(self, key: str, token: str, lease: timedelta) -> bool:
         check_key(key, "key")
-        check_duration(lease, "lease")
+        check_key(token, "token")
+        check_duration(lease, "lease", longest=LONGEST)
         return await self._execute(self._extend, _is_true, for_key=key, for_token=token, lease=lease)
 
     async def finish(
@@ -99,6 +100,7 @@ class TableStore(Store):
         ttl: timedelta | None = None,
     ) -> bool:
         check_key(key, "key")
+        check_key(token, "token")
         status = Status(status)
         if status is Status.PENDING:
             raise ValueError("a call does not end as pending")
@@ -131,6 +133,9 @@ class TableStore(Store):
     async def renew(
         self, record: EffectRecord, args_hash: bytes, *, provider_token: str | None = None
     ) -> str | None:
+        check_kind(args_hash, bytes, "args_hash")
+        if provider_token is not None:
+            check_key(provider_token, "provider_token")
         token = new_token()
         won = await self._execute(
             self._renew,
@@ -151,7 +156,7 @@ class TableStore(Store):
     async def records(
         self, statuses: Collection[Status] | None = None, limit: int | None = None
     ) -> list[EffectRecord]:
-        wanted = OPEN if statuses is None else frozenset(map(Status, statuses))
+        wanted = OPEN if statuses is None else _statuses(statuses)
         if limit is not None:
             check_count(limit, "limit", least=0)
         found = await self._execute(statements.records(self.table, wanted, limit), _records)
@@ -199,6 +204,7 @@ class TableStore(Store):
         check_key(key, "key")
         if token is None:
             return await self._execute(self._forget, _count, for_key=key) > 0
+        check_key(token, "token")
         return await self._execute(self._give_back, _count, for_key=key, for_token=token) > 0
 
     async def _execute(
@@ -240,19 +246,21 @@ class TableStore(Store):
 
 def _old(older_than: timedelta | float, statuses: Collection[Status]) -> tuple[timedelta, frozenset[Status]]:
     """What is to be purged, checked."""
+    if not isinstance(older_than, (timedelta, int, float)):
+        raise TypeError(f"older_than must be a timedelta, or seconds, not {type(older_than).__name__}")
     age = older_than if isinstance(older_than, timedelta) else timedelta(seconds=older_than)
-    if not timedelta(0) <= age <= LONGEST_TIME:
-        raise ValueError(f"older_than must be from 0 to {LONGEST_TIME.days:,} days, not {older_than!r}")
-    wanted = frozenset(map(Status, statuses))
+    if not timedelta(0) <= age <= LONGEST:
+        raise ValueError(f"older_than must be from 0 to {LONGEST.days:,} days, not {older_than!r}")
+    wanted = _statuses(statuses)
     if not wanted <= FINISHED:
         raise ValueError(f"only finished records are purged, not {', '.join(sorted(wanted - FINISHED))}")
     return age, wanted
 
 
-def check_duration(value: timedelta, what: str) -> None:
-    """Raise ValueError unless `value` is longer than nothing and can be added to now."""
-    if not timedelta(0) < value <= LONGEST_TIME:
-        raise ValueError(f"{what} must be above 0 and at most {LONGEST_TIME.days:,} days, not {value!r}")
+def _statuses(given: Collection[Status]) -> frozenset[Status]:
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"statuses must be a collection of them, not {type(given).__name__}")
+    return frozenset(map(Status, given))
 
 
 def _sessionmaker(given: Sessionmaker | AsyncEngine | None) -> Sessionmaker | None:
@@ -272,7 +280,7 @@ _ISOLATION: Mapping[str, dict[str, str]] = {
 def _end(status: Status, result: object, error: str | None, ttl: timedelta | None) -> dict[str, object]:
     """The parameters that say what a record becomes, checked."""
     if ttl is not None:
-        check_duration(ttl, "ttl")
+        check_duration(ttl, "ttl", longest=LONGEST)
         if status not in FINISHED:
             raise ValueError(f"a ttl frees finished records, not {status} ones")
     if result is not None and status is not Status.DONE:
@@ -295,6 +303,7 @@ def _storable(error: str) -> str:
 
 
 def _as_read(record: EffectRecord) -> dict[str, object]:
+    check_kind(record, EffectRecord, "record")
     return {"for_key": record.key, "for_token": record.token, "for_updated_at": record.updated_at}
 
 

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from fastapi import Request
 
+from oncely.arguments import check_count, check_kind, check_wait
 from oncely.claim import check_ttl
 from oncely.idempotency import IdempotencyKeys
 from oncely.idempotency import fingerprint as digest
@@ -44,16 +45,17 @@ class Policy:
     max_body: int
 
     def __post_init__(self) -> None:
+        check_kind(self.keys, IdempotencyKeys, "keys")
         check_sessionmaker(self.sessionmaker)
         check_ttl(self.ttl)
-        _check_wait(self.wait)
+        if self.wait is not None:
+            check_wait(self.wait, "wait")
         for what, given in (("scope", self.scope), ("fingerprint", self.fingerprint)):
             if not callable(given):
                 raise TypeError(f"{what} must be a function of the request, not {type(given).__name__}")
         if not all(300 <= status < 500 for status in self.refusals):
             raise ValueError(f"refusals must be statuses from 300 to 499, not {sorted(self.refusals)}")
-        if self.max_body < 0:
-            raise ValueError(f"max_body is below zero: {self.max_body}")
+        check_count(self.max_body, "max_body", least=0)
 
     async def scope_of(self, request: Request) -> str:
         given = self.scope(request)
@@ -69,12 +71,3 @@ class Policy:
         if not isinstance(found, bytes):
             raise TypeError(f"fingerprint must return bytes, not {type(found).__name__}")
         return digest(request.method, request.scope["path"], found)
-
-
-def _check_wait(wait: timedelta | None) -> None:
-    if wait is None:
-        return
-    if not isinstance(wait, timedelta):
-        raise TypeError(f"wait must be a timedelta or None, not {type(wait).__name__}")
-    if wait < timedelta(0):
-        raise ValueError(f"wait is below zero: {wait}")

@@ -21,6 +21,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from oncely.arguments import check_kind
 from oncely.errors import Refused
 from oncely.fastapi.exchange import Exchange, exchange_of
 from oncely.fastapi.fingerprint import request_fingerprint
@@ -65,23 +66,31 @@ def idempotent_route(
     Raises TypeError and ValueError for settings that could not work, and, when a route is built,
     TypeError for an endpoint that streams, or is no coroutine function and takes IdempotentSession.
     """
-    for what, names in (("methods", methods), ("headers", headers)):
-        if isinstance(names, str):
-            raise TypeError(f"{what} must be names, not a str")
+    check_kind(refusals, Iterable, "refusals")
     policy = Policy(
         keys=keys,
         sessionmaker=sessionmaker,
         scope=scope,
         required=required,
-        methods=frozenset(method.upper() for method in methods),
+        methods=frozenset(method.upper() for method in _names(methods, "methods")),
         wait=wait,
         ttl=ttl,
         refusals=frozenset(int(status) for status in refusals),
-        headers=kept_headers(headers),
+        headers=kept_headers(_names(headers, "headers")),
         fingerprint=fingerprint,
         max_body=max_body,
     )
     return type("IdempotentRoute", (_IdempotentRoute,), {"policy": policy, "__module__": __name__})
+
+
+def _names(given: Iterable[str], what: str) -> tuple[str, ...]:
+    if isinstance(given, str):
+        raise TypeError(f"{what} must be names, not a str")
+    check_kind(given, Iterable, what)
+    names = tuple(given)
+    for name in names:
+        check_kind(name, str, f"each of {what}")
+    return names
 
 
 class _IdempotentRoute(APIRoute):

@@ -27,7 +27,7 @@ from time import monotonic
 from typing import Literal, overload
 from uuid import uuid4
 
-from oncely.arguments import check_backoff, check_duration
+from oncely.arguments import check_backoff, check_count, check_duration, check_name
 from oncely.backoff import Backoff
 from oncely.errors import PublisherUnavailable
 from oncely.event import Handler
@@ -108,20 +108,22 @@ class StreamConsumer:
         handler_timeout: timedelta | None = None,
         observer: Observer | None = None,
     ) -> None:
-        for name, text in (("stream", stream), ("group", group), ("consumer", consumer)):
-            if text is not None and not isinstance(text, str):
-                raise TypeError(f"{name} must be a str, not {type(text).__name__}")
-            if text == "":
-                raise ValueError(f"{name} is empty")
+        check_name(stream, "stream")
+        check_name(group, "group")
+        if consumer is not None:
+            check_name(consumer, "consumer")
         for name, value in (
             ("count", count),
             ("retry_after_ms", retry_after_ms),
             ("max_attempts", max_attempts),
             ("concurrency", concurrency),
-            ("backoff_factor", backoff_factor),
         ):
-            if value < 1:
-                raise ValueError(f"{name} must be 1 or more, not {value}")
+            check_count(value, name, most=None)
+        if not isinstance(backoff_factor, (int, float)):
+            raise TypeError(f"backoff_factor must be a number, not {type(backoff_factor).__name__}")
+        if backoff_factor < 1:
+            raise ValueError(f"backoff_factor must be 1 or more, not {backoff_factor}")
+        check_duration(backoff_maximum, "backoff_maximum")
         check_duration(grace, "grace")
         check_backoff(outage, "outage")
         check_client(redis)
@@ -197,8 +199,9 @@ class StreamConsumer:
         were settled: acknowledged, made dead letters, or found to have been trimmed away. Raises
         what Redis raises while it is away; what is pending then is taken over later.
         """
-        if count < 1:
-            raise ValueError(f"count must be 1 or more, not {count}")
+        check_count(count, "count")
+        if block_ms is not None:
+            check_count(block_ms, "block_ms", least=0)
         until = monotonic() + (block_ms or 0) / 1000
         async with self._turn:
             before = self._in_flight.settled
@@ -252,6 +255,7 @@ class StreamConsumer:
         Needed is what any group has not read, or read and not acknowledged. `force=True` removes
         that too; the result says how much of it, and whose it was.
         """
+        check_count(keep, "keep", least=0, most=None)
         await self._group.make()
         return await trim(self._group.redis, self.stream, keep=keep, force=force)
 

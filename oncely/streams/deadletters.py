@@ -16,9 +16,9 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from oncely.arguments import check_count, check_text, check_time
+from oncely.arguments import check_count, check_name, check_text, check_time
 from oncely.event import Event
-from oncely.streams.client import Client, Script, execute
+from oncely.streams.client import Client, Script, check_client, execute
 from oncely.streams.letter import Letter, name_for, parse
 from oncely.streams.wire import Fields, NotAnEvent, decode
 
@@ -78,6 +78,8 @@ class DeadLetters:
     """List, show, replay and discard. `dead_letter_stream` as the consumers have it."""
 
     def __init__(self, redis: Client, *, stream: str, dead_letter_stream: str | None = None) -> None:
+        check_client(redis)
+        check_name(stream, "stream")
         self.stream = stream
         self.dead_letter_stream = name_for(redis, stream, dead_letter_stream)
         self._redis = redis
@@ -169,7 +171,7 @@ class DeadLetters:
         """Those chosen, read page by page. What was added after the start is left for the next time."""
         left = which.limit
         if which.ids is not None:
-            if isinstance(which.ids, (str, bytes)):
+            if isinstance(which.ids, (str, bytes)) or not isinstance(which.ids, Iterable):
                 raise TypeError(f"ids must be an iterable of ids, not {type(which.ids).__name__}")
             for letter_id in which.ids:
                 letter = await self.show(letter_id)

@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TypeAlias
 
-from oncely.arguments import check_async, check_duration, check_takes
+from oncely.arguments import check_async, check_callable, check_duration, check_kind, check_takes
 from oncely.event import Event, Handler
 from oncely.streams.watch import Around, Result, Watch
 
@@ -44,6 +44,8 @@ class Handling:
     ) -> None:
         if around is not None:
             check_async(around, "around")
+        if on_result is not None:
+            check_callable(on_result, "on_result")
         if timeout is not None:
             check_duration(timeout, "handler_timeout")
         self.routes = Routes()
@@ -104,6 +106,7 @@ class Routes:
         self._found: dict[str, tuple[Handler, ...]] = {}
 
     def add(self, topic: str, handler: Handler) -> None:
+        check_kind(topic, str, "a topic")
         if not topic or "*" in topic[:-1]:
             raise ValueError(f"a topic is a name or a prefix that ends with '*', not {topic!r}")
         check_async(handler, "a handler")

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from redis.asyncio import RedisCluster
 
+from oncely.arguments import check_name
 from oncely.description import describe
 from oncely.streams.client import Client
 from oncely.streams.wire import Fields
@@ -45,6 +46,8 @@ def name_for(redis: Client, stream: str, given: str | None) -> str:
     A cluster moves an entry there in one step only if the two share a hash slot. There the default
     gets the stream's name as its hash tag when the stream's name has none.
     """
+    if given is not None:
+        check_name(given, "dead_letter_stream")
     if not isinstance(redis, RedisCluster):
         return given if given is not None else f"{stream}:dead"
     names = (f"{stream}:dead", f"{{{stream}}}:dead") if given is None else (given,)

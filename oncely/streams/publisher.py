@@ -20,6 +20,7 @@ from uuid import UUID
 
 from redis.exceptions import ResponseError
 
+from oncely.arguments import check_count, check_name
 from oncely.errors import PublisherUnavailable, PublishFailed
 from oncely.event import Event, Publisher
 from oncely.streams.client import Client, Script, check_client, leave_demoted
@@ -41,8 +42,9 @@ def stream_publisher(redis: Client, stream: str, *, maxlen: int | None = None) -
     The publisher raises PublishFailed, PublisherUnavailable; see `oncely.event.Publisher`.
     """
     check_client(redis)
-    if maxlen is not None and maxlen < 1:
-        raise ValueError(f"maxlen must be 1 or more, not {maxlen}")
+    check_name(stream, "stream")
+    if maxlen is not None:
+        check_count(maxlen, "maxlen")
     limit = str(maxlen or 0)
 
     async def publish(events: Sequence[Event]) -> None:

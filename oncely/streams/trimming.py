@@ -36,8 +36,6 @@ class Trimmed:
 
 async def trim(redis: Client, stream: str, *, keep: int, force: bool) -> Trimmed:
     """Removes the oldest entries until `keep` are left; without `force`, none that is needed."""
-    if keep < 0:
-        raise ValueError(f"keep must be 0 or more, not {keep}")
     removed, lost = 0, dict[str, Lost]()
     while True:
         count, is_all, losses = await _TRIM.run(redis, (stream,), (keep, _CHUNK, int(force)))

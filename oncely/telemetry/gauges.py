@@ -58,6 +58,9 @@ class Gauges:
         check_sessionmaker(sessionmaker)
         if not measured:
             raise ValueError("there is nothing to measure: give an Outbox, a StreamConsumer or Webhooks")
+        for each in measured:
+            if not callable(getattr(each, "measure", None)):
+                raise TypeError(f"measured is an Outbox, a StreamConsumer or Webhooks, not {each!r}")
         self.sessionmaker = sessionmaker
         self.measured = measured
         self.interval = interval

@@ -99,9 +99,15 @@ def check_headers(headers: HeadersLike) -> tuple[tuple[str, str], ...]:
 
 
 def pairs_of(headers: HeadersLike) -> tuple[tuple[str, str], ...]:
-    """Headers as pairs, however they were given."""
-    given: Any = headers
-    return tuple((name, value) for name, value in (given.items() if isinstance(given, Mapping) else given))
+    """Headers as pairs, however they were given. Raises TypeError for what is none."""
+    given: Any = headers.items() if isinstance(headers, Mapping) else headers
+    try:
+        pairs = tuple((name, value) for name, value in given)
+    except (TypeError, ValueError):
+        raise TypeError(f"headers must be pairs of str, not {type(headers).__name__}") from None
+    if not all(isinstance(word, str) for pair in pairs for word in pair):
+        raise TypeError("headers must be pairs of str")
+    return pairs
 
 
 def _host(host: str) -> str | None:

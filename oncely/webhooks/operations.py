@@ -89,6 +89,8 @@ class Operations:
         check_text(type_, "type")
         check_time(since, "since")
         check_time(until, "until")
+        if isinstance(states, str) or not isinstance(states, Iterable):
+            raise TypeError(f"states must be a collection of them, not {type(states).__name__}")
         parameters = which.parameters() | {"states": [State(state).value for state in states]}
         parameters |= {"type": type_, "since": since, "until": until}
         return _records(await execute(caller, self._table, self._dead, parameters))

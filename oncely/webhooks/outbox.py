@@ -17,14 +17,14 @@ from uuid import UUID
 
 from sqlalchemy import MetaData, Table
 
-from oncely.arguments import check_count, check_id
+from oncely.arguments import check_count, check_id, check_kind
 from oncely.errors import InvalidKey
 from oncely.event import check_key, uuid7
 from oncely.tables import webhooks_table
 from oncely.telemetry.commit import tell_when_committed
 from oncely.telemetry.observer import Observer, guarded
 from oncely.telemetry.records import WebhookEnqueued, WebhooksMeasured
-from oncely.transaction import Caller, Sessionmaker, join, says_what_is_missing
+from oncely.transaction import Caller, Sessionmaker, check_sessionmaker, join, says_what_is_missing
 from oncely.webhooks.destination import Destination, HeadersLike, check_headers
 from oncely.webhooks.leases import Lease, Leases
 from oncely.webhooks.operations import Operations, Which
@@ -57,10 +57,11 @@ class Webhooks:
         max_body_bytes: int = 1_048_576,
         observer: Observer | None = None,
     ) -> None:
+        check_kind(keyring, Keyring, "keyring")
+        check_kind(horizon, timedelta, "horizon")
         if not _DAY <= horizon <= 7 * _DAY:
             raise ValueError(f"horizon must be 1 to 7 days, not {horizon}")
-        if max_body_bytes < 1:
-            raise ValueError(f"max_body_bytes must be positive, not {max_body_bytes}")
+        check_count(max_body_bytes, "max_body_bytes")
         self.table = webhooks_table(metadata, table_name, schema)
         self.keyring = keyring
         self.horizon = horizon
@@ -169,6 +170,7 @@ class Webhooks:
 
     async def measure(self, sessionmaker: Sessionmaker) -> Sequence[WebhooksMeasured]:
         """One look, as `oncely.telemetry.Gauges` takes it."""
+        check_sessionmaker(sessionmaker)
         async with sessionmaker() as session:
             with says_what_is_missing(self.table):
                 stats = await self.stats(session, origins=1)
@@ -299,6 +301,7 @@ def _dedup_digest(caller: str, account: str | None, url: str, type_: str) -> byt
 
 
 def _checked(horizon: timedelta) -> timedelta:
+    check_kind(horizon, timedelta, "horizon")
     if not timedelta(0) < horizon <= 7 * _DAY:
         raise ValueError(f"horizon must be above 0 and at most 7 days, not {horizon}")
     return horizon

@@ -17,6 +17,7 @@ from uuid import UUID
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from oncely.arguments import check_kind
 from oncely.errors import SealBroken, SealingKeyMissing
 from oncely.event import check_key
 
@@ -68,8 +69,11 @@ class Keyring:
     """
 
     def __init__(self, keys: Mapping[str, bytes], *, write: str) -> None:
+        check_kind(keys, Mapping, "keys")
+        check_kind(write, str, "write")
         for key_id, key in keys.items():
             check_key(key_id, "key id")
+            check_kind(key, bytes, f"key {key_id!r}")
             if len(key) != 32:
                 raise ValueError(f"key {key_id!r} must have 32 bytes")
         if write not in keys:

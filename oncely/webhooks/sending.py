@@ -11,6 +11,7 @@ from uuid import UUID
 
 import httpx
 
+from oncely.arguments import check_callable, check_kind
 from oncely.webhooks.destination import Destination
 from oncely.webhooks.outcome import retry_after
 from oncely.webhooks.sealing import Content
@@ -52,6 +53,9 @@ class WebhookSender:
     """Sends webhooks that `signer` signs. Senders that sign differently may share a transport."""
 
     def __init__(self, signer: Signer, *, transport: PinnedTransport | None = None) -> None:
+        check_callable(getattr(signer, "sign", signer), "signer.sign")
+        if transport is not None:
+            check_kind(transport, PinnedTransport, "transport")
         self.signer = signer
         self.transport = transport or PinnedTransport()
 

@@ -24,6 +24,8 @@ from http_message_signatures.algorithms import (
 from http_message_signatures.resolvers import MappingKeyResolver
 from http_message_signatures.signatures import HTTPMessageSigner
 
+from oncely.arguments import check_duration
+
 __all__ = [
     "HttpSignatures",
     "Message",
@@ -94,6 +96,7 @@ class HttpSignatures:
         tag: str = "webhook",
         valid_for: timedelta = timedelta(minutes=5),
     ) -> None:
+        check_duration(valid_for, "valid_for")
         if valid_for < timedelta(seconds=1):
             raise ValueError(f"valid_for must be a second or more, not {valid_for}")
         check_ed25519(private_key=private_key)

@@ -28,6 +28,7 @@ from http_message_signatures.exceptions import HTTPMessageSignaturesException
 from http_message_signatures.resolvers import MappingKeyResolver
 from http_message_signatures.signatures import HTTPMessageVerifier
 
+from oncely.arguments import check_duration, check_kind
 from oncely.errors import SignatureInvalid
 from oncely.webhooks.destination import Destination, HeadersLike, pairs_of
 from oncely.webhooks.signing import check_ed25519, decode_secret, hmac_signature
@@ -93,6 +94,8 @@ class HttpSignaturesVerifier:
         tag: str = "webhook",
         tolerance: timedelta = _TOLERANCE,
     ) -> None:
+        check_kind(keys, Mapping, "keys")
+        check_kind(tag, str, "tag")
         for key in keys.values():
             check_ed25519(public_key=key)
         self._tag = tag
@@ -149,8 +152,7 @@ _NAMESPACE = UUID("3d0b1c2e-0a5e-5f0c-9d53-6b7a0c6a7f11")
 
 
 def _checked(tolerance: timedelta) -> timedelta:
-    if tolerance <= timedelta(0):
-        raise ValueError(f"tolerance must be positive, not {tolerance}")
+    check_duration(tolerance, "tolerance")
     return tolerance
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Literal, TypeAlias
 
-from oncely.arguments import check_backoff, check_duration
+from oncely.arguments import check_backoff, check_callable, check_count, check_duration, check_kind
 from oncely.backoff import Backoff
 from oncely.errors import SigningScopeUnknown
 from oncely.loop import complete, end, is_cancelled, one_at_a_time, run_loop, within
@@ -93,7 +93,13 @@ class WebhookWorker:
         grace: timedelta = timedelta(seconds=10),
         on_attempt: OnAttempt | None = None,
     ) -> None:
+        check_kind(webhooks, Webhooks, "webhooks")
         check_sessionmaker(sessionmaker)
+        for name, function in (("resolver", resolver), ("on_attempt", on_attempt)):
+            if function is not None:
+                check_callable(function, name)
+        check_count(concurrency, "concurrency")
+        check_count(per_endpoint, "per_endpoint", least=0)
         if (sender is None) == (resolver is None):
             raise ValueError("give exactly one of sender and resolver")
         if not 1 <= per_endpoint < concurrency:
@@ -117,6 +123,7 @@ class WebhookWorker:
                 f"({webhooks.horizon}), or the first failure could be the last"
             )
         if sender is not None:
+            check_kind(sender, WebhookSender, "sender")
             _check_lease(lease, sender)
         self.webhooks = webhooks
         self.sessionmaker = sessionmaker

@@ -402,7 +402,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"ttl": timedelta(0)}, ValueError, "ttl must be above zero"),
     ({"ttl": timedelta(seconds=-1)}, ValueError, "ttl must be above zero"),
     ({"ttl": timedelta.max}, ValueError, "ttl must be above zero and at most 365,000 days"),
-    ({"wait": 1}, TypeError, "wait must be a timedelta or None, not int"),
+    ({"wait": 1}, TypeError, "wait must be a timedelta, not int"),
     ({"wait": timedelta(seconds=-1)}, ValueError, "wait is below zero"),
     ({"work": None}, TypeError, "work must be an async callable, not NoneType"),
     ({"key": 7}, InvalidKey, "key must be a str, not int"),

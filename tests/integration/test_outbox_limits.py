@@ -106,7 +106,7 @@ async def test_max_payload_bytes_counts_the_json_in_utf_8(
     ("settings", "message"),
     [
         ({"on_dead": "stop"}, 'on_dead is "continue" or "park", not \'stop\''),
-        ({"max_payload_bytes": 0}, "max_payload_bytes must be positive, not 0"),
+        ({"max_payload_bytes": 0}, "max_payload_bytes must be 1 or more, not 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: Any, message: str) -> None:

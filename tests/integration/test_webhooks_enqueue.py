@@ -262,7 +262,7 @@ def test_a_horizon_is_one_to_seven_days() -> None:
     for horizon in (timedelta(0), timedelta(hours=23), timedelta(days=7, seconds=1)):
         with pytest.raises(ValueError, match="horizon must be 1 to 7 days"):
             Webhooks(MetaData(), keyring=keyring, horizon=horizon)
-    with pytest.raises(ValueError, match="max_body_bytes must be positive"):
+    with pytest.raises(ValueError, match="max_body_bytes must be 1 or more"):
         Webhooks(MetaData(), keyring=keyring, max_body_bytes=0)
 
 
