@@ -1,7 +1,7 @@
 """Cancellation: an event that nobody has begun to send is taken back in the caller's transaction.
 
-Who decides is the event's row: a claim locks it until the claim's own row is committed. With the row
-locked here, a claim on the event is either to be seen or cannot come any more.
+Who decides is the event's row, and who locks it first. A claim that is chosen after the row was locked here
+passes the event over; one that was chosen before is committed once the claimer has gone, and can be seen.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from uuid import UUID
 
 from sqlalchemy import Table, Uuid
 
+from oncely.claimer import Claimer
 from oncely.errors import CancelUnsafe
 from oncely.statement import Statement
 from oncely.transaction import Caller, join, says_what_is_missing
@@ -22,6 +23,7 @@ class Cancellation:
 
     def __init__(self, events: Table, claims: Table) -> None:
         self._table = events
+        self._claimer = Claimer(claims)
         tables = {"outbox": events, "claims": claims}
         self._claimed = Statement(_CLAIMED, tables, {"id": Uuid})
         self._lock = Statement(_LOCK, tables, {"id": Uuid})
@@ -36,14 +38,16 @@ class Cancellation:
             raise CancelUnsafe(f"cancel needs READ COMMITTED, this transaction is {isolation.upper()}")
         if claimed:
             return False
-        # Lock first, then look at the claims with a new snapshot: a relay may have claimed it between
-        # the two. Without the savepoint a refused cancel would keep the row locked.
+        # The deletion looks at the claims with a new snapshot. Without the savepoint a refused cancel would
+        # keep the row locked.
         async with connection.begin_nested() as savepoint:
-            for statement in (self._lock, self._delete):
-                if (await connection.execute(statement, {"id": event_id})).first() is None:
-                    await savepoint.rollback()
-                    return False
-        return True
+            done = (await connection.execute(self._lock, {"id": event_id})).first() is not None
+            if done:
+                await self._claimer.wait(connection)
+                done = (await connection.execute(self._delete, {"id": event_id})).first() is not None
+            if not done:
+                await savepoint.rollback()
+        return done
 
 
 _CLAIMED = """

@@ -20,11 +20,12 @@ from sqlalchemy import MetaData, Table
 
 from oncely.arguments import LONGEST, check_async, check_count, check_duration, check_id
 from oncely.cancellation import Cancellation
+from oncely.choice import OnDead
 from oncely.deadletters import DeadEvent, DeadLetters, Which
 from oncely.emission import Emission
 from oncely.errors import ClaimLost, PublishFailed
 from oncely.event import Event, NewEvent, Publisher, uuid7
-from oncely.ledger import Claim, Ledger, OnDead
+from oncely.ledger import Claim, Ledger
 from oncely.loop import complete
 from oncely.pruning import Pruning
 from oncely.resending import Resending
@@ -124,7 +125,8 @@ class Outbox:
 
         False: it is being sent, was tried, sent or cancelled before, or another transaction has it. It may
         be True all the same of an event that has got through in an outage, which counts for no try, and
-        when the server crashes while a relay has the event.
+        when the server crashes while a relay has the event. A claim that is being made is waited for, a few
+        milliseconds.
         Raises CancelUnsafe above READ COMMITTED, where the answer could come from an old snapshot.
         """
         check_id(event_id, "event_id")

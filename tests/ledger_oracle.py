@@ -24,7 +24,8 @@ from sqlalchemy import MetaData, func, select
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
 from oncely import Event, Outbox
-from oncely.ledger import Claim, Failure, OnDead
+from oncely.choice import OnDead
+from oncely.ledger import Claim, Failure
 
 __all__ = ["Simulation", "Verdict"]
 

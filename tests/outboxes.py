@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
-from sqlalchemy import event, text
+from sqlalchemy import Connection, event, text
 from sqlalchemy.ext.asyncio import (
     AsyncConnection,
     AsyncEngine,
@@ -18,6 +19,8 @@ from sqlalchemy.ext.asyncio import (
 )
 
 from oncely import Event, NewEvent, Outbox
+from oncely.choice import Choice
+from oncely.floor import Floor
 from oncely.ledger import Claim, Failure
 from oncely.testing import RecordingPublisher
 
@@ -26,6 +29,7 @@ __all__ = [
     "Gate",
     "Refusing",
     "Sessions",
+    "being_claimed",
     "calling",
     "claim",
     "claiming_is_held_up",
@@ -74,6 +78,25 @@ async def claim(outbox: Outbox, sessions: Sessions, *, limit: int = 100, lease: 
     made = await outbox.ledger.claim(sessions, limit=limit, lease=lease)
     assert made is not None
     return made
+
+
+async def being_claimed(outbox: Outbox, claimer: AsyncSession) -> list[Event]:
+    """What a relay claims in this transaction, which is left open: as if it had stopped before the commit."""
+
+    def choose(connection: Connection) -> Choice | None:
+        outbox.ledger._claimer.become(connection)
+        return outbox.ledger._chooser.choose(
+            connection,
+            Floor(),
+            token=uuid4(),
+            claimed_by="x:1",
+            lease=LEASE,
+            limit=100,
+            tried_first=False,
+        )
+
+    choice = await (await claimer.connection()).run_sync(choose)
+    return [] if choice is None else choice.events
 
 
 async def fail(

@@ -18,7 +18,7 @@ from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely import NewEvent, Outbox
-from oncely.ledger import OnDead
+from oncely.choice import OnDead
 from tests.acceptance.relay_process import LEASE
 from tests.database import Database
 from tests.forks import Forks, Process

@@ -26,6 +26,7 @@ from tests.outboxes import (
     flat,
     locked,
     payloads,
+    rows,
 )
 
 HOUR = timedelta(hours=1)
@@ -233,6 +234,14 @@ async def test_a_place_taken_while_a_claim_reaps_is_not_passed_by(
 
 
 # --- rows that somebody has locked
+
+
+async def test_a_claim_locks_nothing_where_nobody_else_has(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+) -> None:
+    await emit(outbox, sessions, 1, 2)
+    assert payloads((await claim(outbox, sessions)).events) == [1, 2]
+    assert await rows(engine, "SELECT DISTINCT xmax::text FROM outbox") == [("0",)]
 
 
 async def test_a_locked_event_and_what_comes_after_it_in_its_key_stay_and_the_rest_goes(

@@ -14,6 +14,7 @@ from oncely.ledger import Claim, Failure
 from oncely.testing import RecordingPublisher
 from tests.outboxes import (
     Sessions,
+    being_claimed,
     claim,
     drained,
     emit,
@@ -72,6 +73,21 @@ async def test_what_another_relay_has_taken_over_meanwhile_is_not_marked(
     )
     await claim(Outbox(MetaData()), sessions)
     assert await outbox.ledger.rescue(sessions, [event.id for event in made.events]) is False
+    assert await rows(engine, "SELECT count(*) FROM outbox WHERE published_at IS NOT NULL") == [(0,)]
+
+
+async def test_what_another_relay_is_taking_over_just_now_is_not_marked(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+) -> None:
+    await emit(outbox, sessions, 1)
+    made = await claim(outbox, sessions)
+    await execute(engine, "DELETE FROM outbox_claims")
+    async with sessions() as claimer:
+        assert payloads(await being_claimed(Outbox(MetaData()), claimer)) == [1]
+        rescuing = asyncio.create_task(outbox.ledger.rescue(sessions, [event.id for event in made.events]))
+        await backend_waits(engine, "advisory")
+        await claimer.commit()
+    assert await rescuing is False
     assert await rows(engine, "SELECT count(*) FROM outbox WHERE published_at IS NOT NULL") == [(0,)]
 
 

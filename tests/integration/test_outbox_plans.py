@@ -135,8 +135,8 @@ def choosing(ledger: Ledger, *, tried_first: bool) -> dict[str, Any]:
 
 async def chosen(connection: AsyncConnection, ledger: Ledger, *, tried_first: bool) -> list[Node]:
     """The plan of a claim, under the settings of its transaction."""
-    await connection.execute(ledger._lock)
-    return await explained(connection, ledger._choose, choosing(ledger, tried_first=tried_first))
+    await connection.run_sync(ledger._claimer.become)
+    return await explained(connection, ledger._chooser._choose, choosing(ledger, tried_first=tried_first))
 
 
 async def claimed(connection: AsyncConnection, *, expired: bool = False) -> tuple[UUID, list[UUID]]:
@@ -185,9 +185,12 @@ async def test_a_claim_beside_others_reads_past_what_they_have_and_hold(
 ) -> None:
     """What is in flight is first in line: it is read past by the choice, and once more for the floor."""
     for _ in range(4):
-        await connection.execute(outbox.ledger._lock)
+        await connection.run_sync(outbox.ledger._claimer.become)
         parameters = choosing(outbox.ledger, tried_first=False)
-        assert len((await connection.execute(outbox.ledger._choose, parameters)).fetchall()) == LIMIT + 1
+        assert (
+            len((await connection.execute(outbox.ledger._chooser._choose, parameters)).fetchall())
+            == LIMIT + 1
+        )
     nodes = await chosen(connection, outbox.ledger, tried_first=False)
     along_the_indexes(nodes, at_most=2 * 4 * LIMIT + 4 * LIMIT)
 
@@ -217,7 +220,7 @@ async def test_settling_reads_its_batch(connection: AsyncConnection, outbox: Out
 
 
 async def test_reaping_reads_what_is_reaped(connection: AsyncConnection, outbox: Outbox) -> None:
-    await connection.execute(outbox.ledger._lock)
+    await connection.run_sync(outbox.ledger._claimer.become)
     await claimed(connection, expired=True)
     nodes = await explained(connection, outbox.ledger._reaper._reap, {"limit": 20})
     along_the_indexes(nodes, at_most=3 * LIMIT)

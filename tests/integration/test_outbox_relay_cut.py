@@ -233,7 +233,7 @@ async def test_a_claimer_that_stalls_with_the_lock_is_ended_by_the_server(
     """The claim's own transaction carries the limit; here it is made short, or the test would take 5 s."""
     await emit(outbox, sessions, 1)
     async with engine.connect() as stalled:
-        await stalled.execute(outbox.ledger._lock)
+        await stalled.run_sync(outbox.ledger._claimer.become)
         limit = "SHOW idle_in_transaction_session_timeout"
         assert await stalled.scalar(text(limit)) == "5s"
         await stalled.execute(text("SET LOCAL idle_in_transaction_session_timeout = 50"))

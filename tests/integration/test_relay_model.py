@@ -13,7 +13,7 @@ from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import Outbox
-from oncely.ledger import OnDead
+from oncely.choice import OnDead
 from tests.relay_oracle import RelaySimulation
 
 pytestmark = pytest.mark.in_schema
