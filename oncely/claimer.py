@@ -21,7 +21,7 @@ class Claimer:
         self._keep_out = Statement(_KEEP_OUT, {"claims": claims})
 
     def become(self, connection: Connection) -> tuple[bool, bool]:
-        """Be the claimer until the transaction ends. Whether a claim has expired, and whether it has written."""
+        """Be the claimer until the transaction ends. Whether a claim has expired; whether it has written."""
         expired, writes, _ = connection.execute(self._become).one()
         return expired, writes
 
