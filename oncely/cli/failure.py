@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import functools
 import inspect
-import sys
 import traceback
 from collections.abc import Callable, Container
 from typing import Annotated, ParamSpec
@@ -53,7 +52,7 @@ def reported(command: Callable[_P, None]) -> Callable[..., None]:
         except Exception as error:  # noqa: BLE001  every error is reported, here and nowhere else
             if verbose:
                 traceback.print_exception(error)
-            print(f"oncely: {printable(explain(error))}", file=sys.stderr)
+            typer.echo(f"oncely: {printable(explain(error))}", err=True)
             raise typer.Exit(error.exit_code if isinstance(error, Failure) else WRONG) from None
 
     parameters = add_parameters(command, {"verbose": (Verbose, False)})

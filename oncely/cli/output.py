@@ -90,7 +90,7 @@ def print_facts(facts: Mapping[str, object]) -> None:
 
 def print_warning(text: str) -> None:
     """One line on stderr."""
-    print(f"oncely: {printable(text)}", file=sys.stderr)
+    typer.echo(f"oncely: {printable(text)}", err=True)
 
 
 def print_json(document: object, *, on_one_line: bool = False) -> None:

@@ -155,7 +155,9 @@ def _of_effects(at: Stored[Effects], older_than: timedelta) -> _Task:
 
 
 async def _delete(tasks: Sequence[_Task], limit: int | None) -> None:
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+    unseen = not sys.stderr.isatty()
+    console = Console(stderr=True, quiet=unseen)  # rich before 14.1 ends even a disabled Progress with a line
+    with Progress(console=console, transient=True, disable=unseen) as progress:
         for task in tasks:
             shown = progress.add_task(task.where, total=task.asked)
             while limit is None or task.done < limit:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oncely.cli.failure import WRONG, Failure, explain
-from oncely.cli.output import Json, print_json, print_line, print_table
+from oncely.cli.output import Json, print_json, print_line, print_table, print_warning
 from oncely.cli.place import Place, placed
 from oncely.cli.rooms import Rooms, Stored, Stream, open_rooms
 from oncely.effects import Effects
@@ -170,7 +170,7 @@ def _print(seen: Look) -> None:
         [origin | {"name": origin["origin"]} for webhooks in seen.webhooks for origin in webhooks["origins"]],
     )
     for failed in seen.errors:
-        print(f"oncely: {failed['name']}: {failed['error']}", file=sys.stderr)
+        print_warning(f"{failed['name']}: {failed['error']}")
 
 
 def _print_table(kind: str, facts: Sequence[str], rows: list[dict[str, Any]]) -> None:

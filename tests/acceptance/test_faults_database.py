@@ -13,7 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from oncely.testing import EmbeddedPostgres
-from oncely.transaction import sqlstates
+from oncely.transaction import is_unavailable, sqlstates
 from tests.acceptance.line import KEYS, Line
 from tests.database import Database
 from tests.outboxes import execute, rows
@@ -151,8 +151,10 @@ async def test_a_server_that_is_stopped_and_killed_under_the_line_loses_and_doub
         try:
             async with own_engine.begin() as connection:
                 await connection.run_sync(line.metadata.drop_all)
-        except (DBAPIError, OSError):  # it recovers from what the test before did to it
-            return False
+        except Exception as error:
+            if is_unavailable(error):  # it recovers from what the test before did to it
+                return False
+            raise
         return True
 
     await until(is_empty)

@@ -232,6 +232,12 @@ async def test_a_redis_that_is_away_is_an_error_and_does_not_hide_the_database(s
     assert "hush" not in ran.stdout + ran.stderr
 
 
+async def test_an_error_says_nothing_that_a_terminal_would_obey(stream: str, redis_url: str) -> None:
+    ran = await oncely("status", "--redis-url", redis_url, "--stream", f"{stream}\x1b[31m", "--group", "g")
+    assert (ran.exit_code, "\x1b" in ran.stderr) == (1, False)
+    assert ran.stderr.startswith(f"oncely: {stream}\\x1b[31m: ")
+
+
 @pytest.mark.parametrize(
     "driver_in_url", ["postgresql", "postgres", "postgresql+asyncpg", "postgresql+psycopg"]
 )

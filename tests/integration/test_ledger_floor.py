@@ -18,11 +18,11 @@ import psycopg
 import pytest
 from sqlalchemy import Connection, MetaData, text
 from sqlalchemy.event import listens_for
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from oncely import Event, Outbox
 from oncely.testing import EmbeddedPostgres, RecordingPublisher
+from oncely.transaction import is_unavailable
 from tests.waiting import backend_waits, until
 
 Sessions = async_sessionmaker[AsyncSession]
@@ -48,8 +48,21 @@ async def answers(engine: AsyncEngine) -> bool:
     try:
         async with engine.connect() as connection:
             return bool(await connection.scalar(text("SELECT true")))
-    except (DBAPIError, OSError):
-        return False
+    except Exception as error:
+        if is_unavailable(error):
+            return False
+        raise
+
+
+def crash(server: EmbeddedPostgres) -> None:
+    """Kill one backend, and return when the server has ended the others for it and recovers."""
+    with (
+        closing(psycopg.connect(server.dsn())) as victim,
+        closing(psycopg.connect(server.dsn())) as witness,
+    ):
+        os.kill(victim.info.backend_pid, signal.SIGKILL)
+        with pytest.raises(psycopg.OperationalError):
+            witness.execute("SELECT pg_sleep(30)")
 
 
 async def test_a_writer_with_a_newer_id_and_an_earlier_place_is_not_passed(
@@ -202,8 +215,7 @@ async def test_it_is_forgotten_when_a_crash_takes_committed_rows_along(publish: 
         with psycopg.connect(server.dsn(), autocommit=True) as admin:
             admin.execute("CHECKPOINT")
         await emit_and_relay(outbox, sessions, publish, *(str(number) for number in range(40)))
-        with closing(psycopg.connect(server.dsn())) as victim:
-            os.kill(victim.info.backend_pid, signal.SIGKILL)
+        crash(server)
         await engine.dispose(close=False)
         await until(lambda: answers(engine))
         publish.batches.clear()
@@ -227,8 +239,7 @@ async def test_a_claim_that_a_crash_of_the_server_takes_along_means_that_its_eve
             await outbox.emit(session, "t", "claimed")
         claim = await outbox.ledger.claim(sessions, limit=10, lease=timedelta(hours=1))
         assert claim is not None
-        with closing(psycopg.connect(server.dsn())) as victim:
-            os.kill(victim.info.backend_pid, signal.SIGKILL)
+        crash(server)
         await engine.dispose(close=False)
         await until(lambda: answers(engine))
         assert await outbox.ledger.settle(sessions, claim) is False

@@ -12,10 +12,10 @@ from datetime import timedelta
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from sqlalchemy import insert, text
-from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from oncely.streams import StreamConsumer
+from oncely.transaction import is_passing
 from tests.soak.ledger import Balance, Order, Trend, balance_of
 from tests.soak.stage import Stage
 from tests.soak.tables import Tables
@@ -102,8 +102,10 @@ async def _until_done(stage: Stage, redis: Redis) -> None:
         stage.replace_the_ended()
         try:
             balance = await balance_of(stage.engine, redis)
-        except (DBAPIError, RedisError, OSError):
-            continue  # our own connections were ended with the server's restart
+        except Exception as error:
+            if _is_outage(error):
+                continue  # our own connections were ended with the server's restart
+            raise
         if balance.handled > handled:
             deadline, handled = time.monotonic() + _PATIENCE, balance.handled
         lag = (await StreamConsumer(redis, stream=STREAM).lag()).get("workers")
@@ -138,8 +140,10 @@ class _Keeper:
             for step in steps:
                 try:
                     await step()
-                except (DBAPIError, RedisError, OSError):
-                    continue  # a server is being restarted
+                except Exception as error:
+                    if _is_outage(error):
+                        continue  # a server is being restarted
+                    raise
             await asyncio.sleep(1)
 
     async def _prune(self) -> None:
@@ -160,6 +164,10 @@ class _Keeper:
         self.unbalanced += left != 0
         self._dead.samples.append(dead)
         self._size.samples.append(size)
+
+
+def _is_outage(error: Exception) -> bool:
+    return isinstance(error, RedisError) or is_passing(error)
 
 
 _SAMPLE = text("""
