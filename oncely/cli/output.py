@@ -72,7 +72,7 @@ def print_table(
         table.add_row(*(Text(word) for word in row))
     with console.capture() as drawn:
         console.print(table)
-    print("\n".join(line.rstrip() for line in drawn.get().splitlines()))
+    typer.echo("\n".join(line.rstrip() for line in drawn.get().splitlines()))
 
 
 def print_line(text: str = "") -> None:
@@ -95,7 +95,7 @@ def print_warning(text: str) -> None:
 
 def print_json(document: object, *, on_one_line: bool = False) -> None:
     """One JSON document on stdout: dataclasses as objects, times in ISO 8601, ages in seconds."""
-    print(json.dumps(document, default=_plain, indent=None if on_one_line else 2))
+    typer.echo(json.dumps(document, default=_plain, indent=None if on_one_line else 2))
 
 
 def confirm(question: str, *, yes: bool) -> None:

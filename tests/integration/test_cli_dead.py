@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import sys
 from dataclasses import dataclass
@@ -351,9 +352,13 @@ async def test_what_was_done_before_an_error_is_said(
     assert [str(event.id) for event in await dead_events(shop)] == [dead.second]
 
 
-async def test_a_reader_that_has_seen_enough_is_no_error(shop: Shop, dead: Dead, database: Database) -> None:
-    words = shlex.join(["dead", "list", *place(database), "--table", "outbox"])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+async def test_a_reader_that_has_seen_enough_is_no_error(
+    shop: Shop, dead: Dead, database: Database, options: list[str]
+) -> None:
+    words = shlex.join(["dead", "list", *place(database), "--table", "outbox", *options])
     command = f"{shlex.quote(sys.executable)} -m oncely.cli {words} | true"
-    shell = await asyncio.create_subprocess_shell(command, stderr=asyncio.subprocess.PIPE)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    shell = await asyncio.create_subprocess_shell(command, stderr=asyncio.subprocess.PIPE, env=buffered)
     _, stderr = await shell.communicate()
     assert stderr == b""

@@ -92,7 +92,8 @@ def test_without_its_extra_the_command_says_what_to_install(
 
 def test_the_process_has_help_a_version_completion_and_exit_codes() -> None:
     def run(*words: str) -> tuple[int, str, str]:
-        command = [sys.executable, "-m", "oncely.cli", *words]
+        # From bash, for which the completion is then.
+        command = ["bash", "-c", '"$@"; exit $?', "bash", sys.executable, "-m", "oncely.cli", *words]
         ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         return ran.returncode, ran.stdout, ran.stderr
 
@@ -100,7 +101,7 @@ def test_the_process_has_help_a_version_completion_and_exit_codes() -> None:
     assert (code, err) == (0, "")
     assert [name for name in ("status", "dead", "prune", "effects", "keys", "run") if name not in out] == []
     assert run("--version")[:1] == (0,)
-    assert run("--show-completion", "bash")[1].startswith("_oncely_completion()")
+    assert run("--show-completion")[1].startswith("_oncely_completion()")
     code, out, err = run("status", "--absent")
     assert (code, out) == (2, "")
     assert "No such option: --absent" in err
