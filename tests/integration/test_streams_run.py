@@ -466,13 +466,13 @@ async def test_a_retry_that_a_stop_interrupts_keeps_its_count(redis: Redis, stre
 async def test_a_slow_handler_keeps_its_entry(redis: Redis, stream: str) -> None:
     """Renewing is no attempt, and nobody else is given the entry while it is renewed."""
     calls: list[tuple[str, int]] = []
-    consumers = [StreamConsumer(redis, stream=stream, retry_after_ms=60, consumer=name) for name in "ab"]
+    consumers = [StreamConsumer(redis, stream=stream, retry_after_ms=500, consumer=name) for name in "ab"]
     for consumer in consumers:
 
         @consumer.subscribe("*")
         async def handle(event: Event, name: str = consumer.consumer) -> None:
             calls.append((name, event.attempt))
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(1.2)
 
     await stream_publisher(redis, stream)(events("1", "2", key="k"))
     async with running(consumers[0]):
@@ -652,7 +652,7 @@ async def test_what_is_due_again_waits_for_a_slow_handler_and_runs_alone(redis: 
     go, failed = asyncio.Event(), asyncio.Event()
     running_now: set[str] = set()
     retried: list[set[str]] = []
-    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=30)
+    consumer = StreamConsumer(redis, stream=stream, retry_after_ms=300)
 
     @consumer.subscribe("*")
     async def handle(event: Event) -> None:
@@ -671,8 +671,8 @@ async def test_what_is_due_again_waits_for_a_slow_handler_and_runs_alone(redis: 
     await stream_publisher(redis, stream)(events("slow", "fails"))
     async with running(consumer):
         await failed.wait()
-        await until(lambda: is_older(redis, stream, 30))
-        await until(lambda: is_younger(redis, stream, 30))  # that is, it was taken over
+        await until(lambda: is_older(redis, stream, 300))
+        await until(lambda: is_younger(redis, stream, 300))  # that is, it was taken over
         assert retried == []
         go.set()
         await until(lambda: called(retried, 1))
