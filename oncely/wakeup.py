@@ -4,7 +4,8 @@ A NOTIFY is a hint; the outbox is authoritative, and relays poll it anyway. Ever
 carries one takes a lock that all such commits of the server share. So it is decided in the session's
 outermost commit, and each process sends at most one in `WINDOW`: a relay that was woken looks again one
 and two windows later, for those that were left out. On a bare connection there is no such moment, and
-it is decided at emit.
+it is decided at emit. A transaction that is to be prepared (two-phase commit) carries none, since
+PostgreSQL refuses that; polling finds its events.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from datetime import timedelta
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Pool, Table, event
+from sqlalchemy import Connection, Pool, Table, TwoPhaseTransaction, event
 from sqlalchemy.ext.asyncio import AsyncConnection, async_scoped_session, create_async_engine
 from sqlalchemy.orm import Session, SessionTransaction
 from sqlalchemy.pool import NullPool
@@ -54,7 +55,7 @@ class Wakeup:
     async def announce(self, caller: Caller) -> None:
         """Wake the relays when the caller's transaction commits, unless they were woken just now."""
         if isinstance(caller, AsyncConnection):
-            if self._may_notify(caller.sync_engine.pool):
+            if not _is_twophase(caller.sync_connection) and self._may_notify(caller.sync_engine.pool):
                 await caller.execute(self._notify)
             return
         session = caller() if isinstance(caller, async_scoped_session) else caller
@@ -63,7 +64,7 @@ class Wakeup:
     def announce_commit(self, session: Session) -> None:
         """Called in the outermost commit of a session that emitted."""
         connection = session.connection(bind_arguments={"clause": self._events})
-        if self._may_notify(connection.engine.pool):
+        if not _is_twophase(connection) and self._may_notify(connection.engine.pool):
             connection.execute(self._notify)
 
     async def listen(
@@ -136,8 +137,12 @@ class Wakeup:
 def _announce_pending(session: Session) -> None:
     if _PENDING in session.info and session.get_nested_transaction() is None:
         for wakeup in session.info.pop(_PENDING):
-            if not session.twophase:  # PostgreSQL prepares no transaction with a NOTIFY in it
-                wakeup.announce_commit(session)
+            wakeup.announce_commit(session)
+
+
+def _is_twophase(connection: Connection | None) -> bool:
+    """Whether SQLAlchemy is to prepare the connection's transaction: a session's, or `begin_twophase`."""
+    return connection is not None and isinstance(connection.get_transaction(), TwoPhaseTransaction)
 
 
 def _forget_pending(session: Session, transaction: SessionTransaction) -> None:

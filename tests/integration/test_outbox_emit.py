@@ -123,6 +123,24 @@ async def test_a_two_phase_session_commits_it(
     assert payloads(await outbox.relay_once(async_sessionmaker(engine), publish)) == [1]
 
 
+@pytest.mark.parametrize("through", ["connection", "session"])
+async def test_a_two_phase_transaction_of_a_connection_can_be_prepared(
+    outbox: Outbox, engine: AsyncEngine, publish: RecordingPublisher, driver: str, through: str
+) -> None:
+    async with engine.connect() as connection:
+        transaction = await connection.run_sync(lambda sync: sync.begin_twophase())
+        if through == "connection":
+            await outbox.emit(connection, "t", 1)
+        else:
+            async with AsyncSession(connection, join_transaction_mode="rollback_only") as session:
+                await outbox.emit(session, "t", 1)
+                await session.commit()
+        await connection.run_sync(lambda _: transaction.prepare())
+        assert await rows(engine, "SELECT count(*) FROM outbox") == [(0,)]
+        await connection.run_sync(lambda _: transaction.commit())
+    assert payloads(await outbox.relay_once(async_sessionmaker(engine), publish)) == [1]
+
+
 async def test_a_session_of_several_engines_uses_the_one_of_the_outbox(
     outbox: Outbox, engine: AsyncEngine, publish: RecordingPublisher
 ) -> None:
