@@ -52,6 +52,13 @@ def valkey() -> Iterator[EmbeddedValkey]:
         yield server
 
 
+@pytest.fixture
+def own_valkey() -> Iterator[EmbeddedValkey]:
+    """A server that the test may fill, flush and stop."""
+    with EmbeddedValkey() as server:
+        yield server
+
+
 @pytest.fixture(scope="session")
 def redis_url(request: pytest.FixtureRequest) -> str:
     given = os.environ.get("ONCELY_TEST_REDIS_URL")
@@ -89,17 +96,6 @@ def database(request: pytest.FixtureRequest) -> Iterator[Database]:
         admin.execute(f"CREATE DATABASE {name} TEMPLATE template0".encode())
         yield Database(server.url(driver, name))
         admin.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
-
-
-@pytest.fixture
-def schema(request: pytest.FixtureRequest, driver: str) -> Iterator[Database]:
-    """As `database`, but an empty schema of one database, which is made much faster.
-
-    A module with many tests lets its `database` fixture return it.
-    """
-    url = os.environ.get("ONCELY_TEST_DATABASE_URL") or request.getfixturevalue("postgres").url()
-    with Database.in_schema(url, driver) as database:
-        yield database
 
 
 @pytest.fixture(params=(*DRIVERS, "aiosqlite"))

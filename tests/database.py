@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pytest
 from sqlalchemy import URL, make_url
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-__all__ = ["Database"]
+__all__ = ["Database", "both_drivers"]
+
+both_drivers = pytest.mark.usefixtures("driver")
+"""The test runs once with each driver. Without it, `database` is reached by asyncpg alone."""
 
 _SCHEMA = "oncely_test"
 

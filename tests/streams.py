@@ -24,6 +24,7 @@ __all__ = [
     "EmbeddedCluster",
     "EmbeddedRedis",
     "Recorder",
+    "consumer_of",
     "deliver",
     "entries",
     "events",
@@ -82,6 +83,14 @@ async def ids(redis: Redis, stream: str) -> list[Any]:
     """The id of every entry in the stream."""
     found: Any = await redis.xrange(stream)
     return [entry_id for entry_id, _ in found]
+
+
+def consumer_of(redis: Redis, stream: str, handler: Recorder, **options: object) -> StreamConsumer:
+    """A consumer with a short patience whose handler and reports go to the recorder."""
+    settings = {"retry_after_ms": 20, "on_result": handler.on_result} | options
+    consumer = StreamConsumer(redis, stream=stream, **settings)  # type: ignore[arg-type]  # given by name
+    consumer.subscribe("*", handler)
+    return consumer
 
 
 async def deliver(

@@ -21,16 +21,13 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from oncely import Outcome
-from tests.database import Database
+from tests.database import Database, both_drivers
 from tests.keys import Shop
 from tests.waiting import backend_waits, until
 
+pytestmark = [pytest.mark.in_schema, both_drivers]
+
 WORKED = Outcome(201, "made", replayed=False)
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 @pytest.fixture

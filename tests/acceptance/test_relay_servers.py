@@ -32,12 +32,6 @@ def own_postgres() -> Iterator[EmbeddedPostgres]:
 
 
 @pytest.fixture
-def own_valkey() -> Iterator[EmbeddedValkey]:
-    with EmbeddedValkey() as server:
-        yield server
-
-
-@pytest.fixture
 async def own_engine(own_postgres: EmbeddedPostgres, driver: str) -> AsyncIterator[AsyncEngine]:
     engine = create_async_engine(own_postgres.url(driver))
     yield engine

@@ -37,19 +37,11 @@ from tests.webhooks import (
     rows,
 )
 
+pytestmark = pytest.mark.in_schema
+
 STEPS = ("lease", "look", "record")
 ROOT = Path(__file__).parents[2]
 LEASE = timedelta(seconds=30)
-
-
-@pytest.fixture
-def driver() -> str:
-    return "asyncpg"
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An outbox and webhooks with their tables made, an endpoint for them; the oldest Redis that is supported."""
+"""An outbox, webhooks and a shop with their tables made; an endpoint; the oldest Redis that is supported."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from tests import command
 from tests.command import Shop
 from tests.database import Database
 from tests.streams import EmbeddedRedis
+from tests.web import Web
 from tests.webhooks import Endpoint, endpoint, make_webhooks
 
 
@@ -40,6 +41,12 @@ async def webhooks(engine: AsyncEngine) -> Webhooks:
 
 
 @pytest.fixture
+async def web(engine: AsyncEngine) -> Web:
+    """A shop whose routes are guarded, its tables made and empty."""
+    return await Web.open(engine)
+
+
+@pytest.fixture
 async def server() -> AsyncIterator[Endpoint]:
     async with endpoint() as server:
         yield server
@@ -60,13 +67,6 @@ async def shop(
     """An application for the command `oncely`, its tables made and empty."""
     async with command.shop(tmp_path, database, engine, redis, redis_url, stream) as made:
         yield made
-
-
-@pytest.fixture
-def own_valkey() -> Iterator[EmbeddedValkey]:
-    """A server that the test may fill, flush and stop."""
-    with EmbeddedValkey() as server:
-        yield server
 
 
 @pytest.fixture(params=[EmbeddedValkey, EmbeddedRedis])

@@ -11,27 +11,12 @@ from typing import Any
 import pytest
 from fastapi import BackgroundTasks, Depends, FastAPI, HTTPException, Request
 from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
-from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.middleware.base import BaseHTTPMiddleware
 
 from oncely.fastapi import IdempotentSession
-from tests.database import Database
 from tests.web import KEY, Order, Web, client_of, message
 
-
-@pytest.fixture(params=["asyncpg"])
-def driver(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
-
-
-@pytest.fixture
-async def web(engine: AsyncEngine) -> Web:
-    return await Web.open(engine)
+pytestmark = pytest.mark.in_schema
 
 
 RESPONSES = {

@@ -8,7 +8,6 @@ from datetime import timedelta
 import pytest
 from fastapi import APIRouter, FastAPI, Request, Response
 from pydantic import BaseModel
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import Refused
 from oncely.fastapi import (
@@ -17,29 +16,15 @@ from oncely.fastapi import (
     outcome_response,
     request_fingerprint,
 )
-from tests.database import Database
 from tests.web import KEY, KEYS, Order, Web, client_of, message
+
+pytestmark = pytest.mark.in_schema
 
 PROBLEM = "application/problem+json"
 
 
 class NewOrder(BaseModel):
     item: str
-
-
-@pytest.fixture(params=["asyncpg"])
-def driver(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
-
-
-@pytest.fixture
-async def web(engine: AsyncEngine) -> Web:
-    return await Web.open(engine)
 
 
 def shop(web: Web, working: asyncio.Event | None = None, go: asyncio.Event | None = None) -> APIRouter:

@@ -10,26 +10,12 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import Response
 from sqlalchemy import text, update
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
+from sqlalchemy.ext.asyncio import async_sessionmaker
 
 from oncely.fastapi import IdempotentSession, TransactionConflict
-from tests.database import Database
 from tests.web import Order, Web, client_of
 
-
-@pytest.fixture(params=["asyncpg"])
-def driver(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
-
-
-@pytest.fixture
-async def web(engine: AsyncEngine) -> Web:
-    return await Web.open(engine)
+pytestmark = pytest.mark.in_schema
 
 
 async def test_a_serialization_failure_is_a_409_and_a_retry_works(web: Web, engines: Any) -> None:

@@ -12,13 +12,14 @@ from fastapi.responses import PlainTextResponse
 from httpx import Response
 from pydantic import BaseModel
 from sqlalchemy import select
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import KeyInFlight, KeyReused
 from oncely.fastapi import IdempotencyKeyHeader, IdempotentSession, InvalidKeyHeader
-from tests.database import Database
+from tests.database import both_drivers
 from tests.waiting import until
 from tests.web import KEY, KEYS, Order, Web, client_of, customer, message
+
+pytestmark = [pytest.mark.in_schema, both_drivers]
 
 PROBLEM = "application/problem+json"
 
@@ -35,16 +36,6 @@ class Placed(BaseModel):
 
 async def size_of_stream(request: Request) -> int:
     return sum([len(chunk) async for chunk in request.stream()])
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
-
-
-@pytest.fixture
-async def web(engine: AsyncEngine) -> Web:
-    return await Web.open(engine)
 
 
 def shop(web: Web, **options: Any) -> APIRouter:

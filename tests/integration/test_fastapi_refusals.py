@@ -8,27 +8,12 @@ from typing import ClassVar
 import pytest
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import Refused
 from oncely.fastapi import IdempotentSession
-from tests.database import Database
 from tests.web import KEY, Order, Web, client_of, message
 
-
-@pytest.fixture(params=["asyncpg"])
-def driver(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
-
-
-@pytest.fixture
-async def web(engine: AsyncEngine) -> Web:
-    return await Web.open(engine)
+pytestmark = pytest.mark.in_schema
 
 
 async def test_an_exception_of_a_named_status_is_an_answer_without_the_work(web: Web) -> None:

@@ -17,24 +17,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 from oncely import Outbox
 from oncely.errors import KeyLost
 from oncely.fastapi import IdempotentSession
-from tests.database import Database
 from tests.waiting import backend_waits
 from tests.web import KEY, Order, Web, client_of, message
 
-
-@pytest.fixture(params=["asyncpg"])
-def driver(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
-
-
-@pytest.fixture
-async def web(engine: AsyncEngine) -> Web:
-    return await Web.open(engine)
+pytestmark = pytest.mark.in_schema
 
 
 async def test_the_commit_comes_before_the_first_byte(web: Web) -> None:

@@ -15,13 +15,10 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 from oncely import Answer, Outcome, Refused
 from oncely.answer import Body
 from oncely.errors import InvalidKey, KeyInUse, KeyLost, KeyReused
-from tests.database import Database
+from tests.database import both_drivers
 from tests.keys import Shop, sent
 
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
+pytestmark = [pytest.mark.in_schema, both_drivers]
 
 
 @pytest.fixture

@@ -9,13 +9,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 
 from oncely import Answer, KeyInUse, KeyLost, KeyReused, KeyUnanswered, Outcome, Refused
 from oncely.idempotency import Claim
-from tests.database import Database
+from tests.database import both_drivers
 from tests.keys import Customer, Order, Shop
 
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
+pytestmark = [pytest.mark.in_schema, both_drivers]
 
 
 @pytest.fixture

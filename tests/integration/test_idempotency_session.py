@@ -22,15 +22,12 @@ from sqlalchemy.orm import selectinload
 
 from oncely import Event, Outbox, Outcome, Refused
 from oncely.errors import NoTransaction
-from tests.database import Database
+from tests.database import both_drivers
 from tests.keys import Base, Customer, Order, Shop, sent
 
+pytestmark = [pytest.mark.in_schema, both_drivers]
+
 SOLD_OUT = Refused(409, "sold out")
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 @pytest.fixture

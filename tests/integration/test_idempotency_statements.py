@@ -15,16 +15,13 @@ from sqlalchemy import Connection, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 
 from oncely import Answer, KeyInFlight, Outcome, Refused
-from tests.database import Database
+from tests.database import both_drivers
 from tests.keys import Shop, sent
+
+pytestmark = [pytest.mark.in_schema, both_drivers]
 
 OLD = timedelta(days=30)
 AGE = timedelta(days=1)
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 @pytest.fixture

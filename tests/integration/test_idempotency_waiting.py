@@ -16,20 +16,17 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, a
 from oncely import KeyInFlight, KeyReused, Outcome, Refused, is_retryable
 from oncely.errors import OncelyError
 from oncely.idempotency import Work
-from tests.database import Database
+from tests.database import Database, both_drivers
 from tests.keys import Shop
 from tests.schemas import schemas_of_their_own
 from tests.waiting import backend_waits
+
+pytestmark = [pytest.mark.in_schema, both_drivers]
 
 AT_ONCE = timedelta(0)
 REAL_TIME = time.time
 LONG = timedelta(seconds=30)
 ISOLATION = ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"]
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 @pytest.fixture

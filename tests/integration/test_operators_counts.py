@@ -13,17 +13,14 @@ from oncely.event import uuid7
 from oncely.idempotency import KeyRecord, KeyStats
 from oncely.inbox import InboxStats
 from oncely.webhooks import State, Webhooks
-from tests.database import Database
+from tests.database import both_drivers
 from tests.outboxes import Sessions, emit, execute, fail, rows
 from tests.webhooks import enqueue, make_webhooks
 
+pytestmark = [pytest.mark.in_schema, both_drivers]
+
 NOW = timedelta(0)
 DAY = timedelta(days=1)
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 @pytest.fixture

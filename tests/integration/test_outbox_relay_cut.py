@@ -16,16 +16,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely import Event, Outbox
 from oncely.testing import RecordingPublisher
-from tests.database import Database
+from tests.database import both_drivers
 from tests.outboxes import Gate, Sessions, emit, execute, expire_claims, payloads, rows, states
 from tests.waiting import backend_waits, until
 
+pytestmark = [pytest.mark.in_schema, both_drivers]
+
 STAGES = ("claiming", "publishing", "settling")
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 @pytest.fixture

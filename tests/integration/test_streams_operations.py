@@ -12,19 +12,12 @@ from oncely.errors import Reject
 from oncely.event import Event
 from oncely.streams import DeadLetters, GroupLag, Lost, StreamConsumer, Trimmed, stream_publisher
 from oncely.testing import EmbeddedValkey
-from tests.streams import Recorder, deliver, entries, events, ids, pending, until
+from tests.streams import Recorder, consumer_of, deliver, entries, events, ids, pending, until
 
 
 @pytest.fixture(params=["valkey", "redis_6_2"])
 def redis_url(request: pytest.FixtureRequest) -> str:
     return str(request.getfixturevalue(request.param).url)
-
-
-def consumer_of(redis: Redis, stream: str, handler: Recorder, **options: object) -> StreamConsumer:
-    settings = {"retry_after_ms": 20, "on_result": handler.on_result} | options
-    consumer = StreamConsumer(redis, stream=stream, **settings)  # type: ignore[arg-type]  # given by name
-    consumer.subscribe("*", handler)
-    return consumer
 
 
 async def acknowledge(redis: Redis, stream: str, group: str) -> None:

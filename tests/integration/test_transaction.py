@@ -30,15 +30,12 @@ from oncely.transaction import (
     sqlstates,
     transact,
 )
-from tests.database import Database
+from tests.database import both_drivers
 from tests.outboxes import Sessions, calling, rows, sent_sql
 
+pytestmark = [pytest.mark.in_schema, both_drivers]
+
 PID = "SELECT pg_backend_pid()"
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 @pytest.fixture

@@ -15,12 +15,13 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 from oncely import InvalidKey, NoTransaction, is_retryable
 from oncely.errors import RowsHidden, SealBroken, SealingKeyMissing, WebhookReused
 from oncely.webhooks import Keyring, Webhooks
-from tests.conftest import DRIVERS
-from tests.database import Database
+from tests.database import Database, both_drivers
 from tests.outboxes import sent_sql
 from tests.schemas import schemas_of_their_own
 from tests.waiting import backend_waits
 from tests.webhooks import KEY, Sessions, endpoint, enqueue, execute, make_webhooks, row_of, rows, worker
+
+pytestmark = pytest.mark.in_schema
 
 URL = "https://hooks.example.com/in"
 GIVEN: dict[str, Any] = {
@@ -33,19 +34,6 @@ GIVEN: dict[str, Any] = {
     "signing_scope": "scope",
     "headers": (("Content-Type", "application/json"),),
 }
-
-
-both_drivers = pytest.mark.parametrize("driver", DRIVERS)
-
-
-@pytest.fixture
-def driver() -> str:
-    return "asyncpg"
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 @both_drivers

@@ -14,8 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely import Retention
 from oncely.webhooks import Keyring, Resealed, State, WebhookRun, Webhooks
-from tests.conftest import DRIVERS
-from tests.database import Database
+from tests.database import both_drivers
 from tests.webhooks import (
     KEY,
     Answer,
@@ -30,21 +29,11 @@ from tests.webhooks import (
     worker,
 )
 
-both_drivers = pytest.mark.parametrize("driver", DRIVERS)
+pytestmark = pytest.mark.in_schema
 
 DAY = timedelta(days=1)
 HOUR = timedelta(hours=1)
 OLD, NEW = KEY, bytes(reversed(KEY))
-
-
-@pytest.fixture
-def driver() -> str:
-    return "asyncpg"
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 async def put(

@@ -19,8 +19,7 @@ from oncely.webhooks import (
     WebhookRun,
     Webhooks,
 )
-from tests.conftest import DRIVERS
-from tests.database import Database
+from tests.database import both_drivers
 from tests.waiting import until
 from tests.webhooks import (
     SECRET,
@@ -37,7 +36,7 @@ from tests.webhooks import (
     worker,
 )
 
-both_drivers = pytest.mark.parametrize("driver", DRIVERS)
+pytestmark = pytest.mark.in_schema
 
 HOUR = timedelta(hours=1)
 DAY = timedelta(days=1)
@@ -46,16 +45,6 @@ BACKOFF = Backoff(first=timedelta(minutes=1), maximum=HOUR, factor=2, jitter=0)
 
 
 REJECTED = (301, 302, 303, 307, 308, 400, 401, 403, 404, 409, 410, 413, 422)
-
-
-@pytest.fixture
-def driver() -> str:
-    return "asyncpg"
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 async def delay_of(engine: AsyncEngine) -> timedelta:

@@ -16,8 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely.errors import WebhookReused
 from oncely.webhooks import WebhookAttempt, WebhookRun, WebhookSender
-from tests.conftest import DRIVERS
-from tests.database import Database
+from tests.database import Database, both_drivers
 from tests.webhooks import (
     SECRET,
     Answer,
@@ -32,18 +31,10 @@ from tests.webhooks import (
     worker,
 )
 
+pytestmark = [pytest.mark.in_schema, both_drivers]
+
 PATH, QUERY, BODY, HEADER, TEXT = (f"SENTINEL{name}" for name in ("path", "query", "body", "header", "text"))
 TARGET = f"/hook/{PATH}?token={QUERY}"
-
-
-@pytest.fixture(params=DRIVERS)
-def driver(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 class Broken:

@@ -31,8 +31,7 @@ from oncely.webhooks import (
 from oncely.webhooks.leases import Lease
 from oncely.webhooks.sealing import Content
 from oncely.webhooks.sending import Attempt, Reply
-from tests.conftest import DRIVERS
-from tests.database import Database
+from tests.database import Database, both_drivers
 from tests.waiting import until
 from tests.webhooks import (
     SECRET,
@@ -50,21 +49,11 @@ from tests.webhooks import (
 )
 from tests.wire import Wire
 
-both_drivers = pytest.mark.parametrize("driver", DRIVERS)
+pytestmark = pytest.mark.in_schema
 
 LEASE = timedelta(seconds=30)
 MINUTE = timedelta(minutes=1)
 SOON = Backoff(first=timedelta(milliseconds=10), maximum=timedelta(milliseconds=20))
-
-
-@pytest.fixture
-def driver() -> str:
-    return "asyncpg"
-
-
-@pytest.fixture
-def database(schema: Database) -> Database:
-    return schema
 
 
 async def claim(
