@@ -197,8 +197,10 @@ class StreamConsumer:
 
         Waits up to `block_ms` for new ones when there is nothing to do. Returns how many entries
         were settled: acknowledged, made dead letters, or found to have been trimmed away. Raises
-        what Redis raises while it is away; what is pending then is taken over later.
+        what Redis raises while it is away; what is pending then is taken over later. A consumer without
+        handlers is refused, as by `run`.
         """
+        self._check_handlers()
         check_count(count, "count")
         if block_ms is not None:
             check_count(block_ms, "block_ms", least=0)
@@ -217,10 +219,9 @@ class StreamConsumer:
         """Handle events until `stop` is set or the task is cancelled.
 
         While Redis is away it is waited for; other errors of Redis end it. A consumer without
-        handlers is refused: it would acknowledge everything.
+        handlers is refused (ValueError): it would acknowledge everything.
         """
-        if not self._handling.routes:
-            raise ValueError("no handler is subscribed: call subscribe() before run()")
+        self._check_handlers()
         self._worker.stop = stop if stop is not None else asyncio.Event()
 
         async def tick() -> bool:
@@ -286,6 +287,12 @@ class StreamConsumer:
     def dead_letters(self) -> DeadLetters:
         """To list, show, replay and discard what no retry could mend."""
         return DeadLetters(self._group.redis, stream=self.stream, dead_letter_stream=self.dead_letter_stream)
+
+    def _check_handlers(self) -> None:
+        if not self._handling.routes:
+            raise ValueError(
+                "no handler is subscribed, so every event would be skipped: call subscribe() first"
+            )
 
     async def _leave(self, patience: timedelta) -> None:
         """Ends what the loop has left behind: a last turn that gives back, and what is held."""

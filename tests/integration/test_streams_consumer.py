@@ -53,7 +53,9 @@ async def test_a_group_begins_with_what_was_published_before_it(redis: Redis, st
 async def test_an_event_that_nobody_subscribed_to_is_acknowledged(redis: Redis, stream: str) -> None:
     await stream_publisher(redis, stream)(events("a", topic="other"))
     consumer = StreamConsumer(redis, stream=stream)
+    consumer.subscribe("order.*", handler := Recorder())
     assert await consumer.run_once() == 1
+    assert handler.handled == []
     assert await pending(consumer, redis) == []
 
 

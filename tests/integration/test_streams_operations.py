@@ -30,7 +30,7 @@ async def acknowledge(redis: Redis, stream: str, group: str) -> None:
 
 
 async def test_trim_removes_what_every_group_has_done_and_keeps_so_many(redis: Redis, stream: str) -> None:
-    consumer = StreamConsumer(redis, stream=stream)
+    consumer = consumer_of(redis, stream, Recorder())
     await stream_publisher(redis, stream)(events(*range(1234)))
     while await consumer.run_once(count=500):
         pass
@@ -42,7 +42,7 @@ async def test_trim_removes_what_every_group_has_done_and_keeps_so_many(redis: R
 
 
 async def test_trim_keeps_what_a_group_has_not_read(redis: Redis, stream: str) -> None:
-    fast, slow = (StreamConsumer(redis, stream=stream, group=group) for group in ("fast", "slow"))
+    fast, slow = (consumer_of(redis, stream, Recorder(), group=group) for group in ("fast", "slow"))
     await stream_publisher(redis, stream)(events(*range(300)))
     await slow.run_once(count=100)
     while await fast.run_once():
@@ -53,7 +53,7 @@ async def test_trim_keeps_what_a_group_has_not_read(redis: Redis, stream: str) -
 
 
 async def test_trim_keeps_what_is_pending_in_a_group(redis: Redis, stream: str) -> None:
-    consumer = StreamConsumer(redis, stream=stream)
+    consumer = consumer_of(redis, stream, Recorder())
     await stream_publisher(redis, stream)(events(*range(10)))
     await deliver(redis, stream, "dead", group="other", count=10)
     all_ids = await ids(redis, stream)

@@ -364,6 +364,7 @@ async def test_a_cancelled_wait_loses_nothing(redis: Redis, stream: str) -> None
     publish = stream_publisher(redis, stream)
     for number in range(40):
         consumer = StreamConsumer(redis, stream=stream, consumer="one", retry_after_ms=60_000)
+        consumer.subscribe("another topic", Recorder())
         waiting = asyncio.create_task(consumer.run_once(block_ms=5000))
         await asyncio.sleep(0.002)
         sending = asyncio.ensure_future(publish(events(number)))
@@ -733,12 +734,14 @@ async def test_names_of_workers_that_are_gone_are_reaped_and_their_entries_kept(
 ) -> None:
     for number in range(50):
         consumer = StreamConsumer(redis, stream=stream, consumer=f"gone-{number}")
+        consumer.subscribe("*", Recorder())
         await stream_publisher(redis, stream)(events(number))
         await consumer.run_once()
     await stream_publisher(redis, stream)(events("a"))
     await deliver(redis, stream, "died")
     await until(lambda: are_silent(redis, stream, 200))
     consumer = StreamConsumer(redis, stream=stream, consumer="new", retry_after_ms=20)
+    consumer.subscribe("*", Recorder())
     consumer._group.due = [60_000]  # so that it leaves the entry where it is
     await consumer.run_once()
     assert "died" in await names(redis, stream)
@@ -746,9 +749,15 @@ async def test_names_of_workers_that_are_gone_are_reaped_and_their_entries_kept(
     assert await pending(consumer, redis) == [("died", 1)]
 
 
-async def test_a_consumer_without_a_handler_does_not_run(redis: Redis, stream: str) -> None:
-    with pytest.raises(ValueError, match="call subscribe"):
-        await StreamConsumer(redis, stream=stream).run()
+@pytest.mark.parametrize("how", ["run", "run_once"])
+async def test_a_consumer_without_a_handler_reads_nothing(redis: Redis, stream: str, how: str) -> None:
+    consumer = StreamConsumer(redis, stream=stream)
+    await stream_publisher(redis, stream)(events("paid"))
+    with pytest.raises(ValueError, match="no handler is subscribed, so every event would be skipped"):
+        await getattr(consumer, how)()
+    consumer.subscribe("*", handler := Recorder())
+    assert await consumer.run_once() == 1
+    assert handler.handled == ["paid"]
 
 
 async def test_a_topic_that_nobody_wants_is_told_once(
