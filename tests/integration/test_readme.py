@@ -1,4 +1,4 @@
-"""Every Python example in the README runs, in the order in which it is read, on real engines.
+"""Every Python example in the README and under docs runs, in the order of reading, on real engines.
 
 The blocks share one namespace, as a reader's module would. DATABASE_URL and REDIS_URL are given; the
 tables are made after the block that defines them.
@@ -38,10 +38,11 @@ from tests.streams import entries
 from tests.waiting import until
 
 README = Path(__file__).parents[2] / "README.md"
+DOCS = README.parent / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def blocks(page: Path = README) -> Iterator[tuple[int, str]]:
+def blocks(page: Path) -> Iterator[tuple[int, str]]:
     """Each block's first line on the page, and its text."""
     text = page.read_text()
     for match in BLOCK.finditer(text):
@@ -65,6 +66,31 @@ def test_every_promise_names_the_tests_that_prove_it_and_they_exist() -> None:
         names = re.findall(r"`(test_\w+)`", named)
         assert ", ".join(f"`{name}`" for name in names) == named != ""
         assert [name for name in names if f"def {name}(" not in tests] == []
+
+
+def test_no_page_has_an_example_that_does_not_run() -> None:
+    with_examples = {page.name for page in DOCS.glob("*.md") if list(blocks(page))}
+    assert with_examples == {"how-it-works.md", "operations.md"}
+
+
+@pytest.mark.parametrize("page", [README, *sorted(DOCS.glob("*.md"))], ids=lambda page: str(page.name))
+def test_every_link_leads_to_a_page_and_a_heading_that_are_there(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S))
+    astray = []
+    for link in links:
+        path, _, heading = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not path.startswith("https:") and not (
+            target.is_file() and (not heading or heading in _anchors(target))
+        ):
+            astray.append(link)
+    assert astray == []
+
+
+def _anchors(page: Path) -> list[str]:
+    """The headings of a page, spelled as links to them are."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
 def test_the_relays_settings_are_listed_with_their_defaults() -> None:
@@ -153,10 +179,14 @@ async def test_the_examples_run(database: Database, redis_url: str, monkeypatch:
     }
     ran = 0
     try:
-        for line, source in blocks():
+        operations = DOCS / "operations.md"
+        for page, (line, source) in [
+            *((README, each) for each in blocks(README)),
+            *((operations, each) for each in blocks(operations)),
+        ]:
             code = compile(
                 "\n" * line + source,
-                str(README),
+                str(page),
                 "exec",
                 flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT,
                 dont_inherit=True,
@@ -192,7 +222,7 @@ async def test_the_partitions_of_how_it_works_have_a_stream_each_and_a_key_stays
     class Base(DeclarativeBase):
         pass
 
-    [(_, source)] = blocks(README.parent / "docs" / "how-it-works.md")
+    [(_, source)] = blocks(DOCS / "how-it-works.md")
     sessions = async_sessionmaker(engine)
     namespace: dict[str, Any] = {"Base": Base, "sessions": sessions, "cluster": redis, "crc32": crc32}
     namespace |= {"Outbox": Outbox, "Relay": Relay, "stream_publisher": stream_publisher}

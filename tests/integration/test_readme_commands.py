@@ -1,4 +1,4 @@
-"""Every command that the README shows runs, on real engines, and says what the README says.
+"""Every command that the page for operators shows runs, on real engines, and says what it says there.
 
 Ids, times, ages and the widths that follow from them are those of the day; the rest is compared.
 """
@@ -23,7 +23,7 @@ from tests.streams import events
 
 pytestmark = pytest.mark.in_schema
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
 BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 OF_THE_DAY = {
     r"\b[0-9a-f]{8}-[0-9a-f-]{27}\b": "UUID",
@@ -37,8 +37,8 @@ OF_THE_DAY = {
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Each command of the README, and what it says there."""
-    for block in BLOCK.findall(README.read_text()):
+    """Each command of the page, and what it says there."""
+    for block in BLOCK.findall(PAGE.read_text()):
         for part in block.split("$ ")[1:]:
             command, _, output = part.partition("\n")
             if command.startswith("oncely "):
@@ -79,7 +79,7 @@ async def _is_lost(provider_token: str) -> object:
     raise TimeoutError("no answer")
 
 
-async def test_the_commands_say_what_the_readme_says(
+async def test_the_commands_say_what_the_page_for_operators_says(
     shop: Shop, engine: AsyncEngine, database: Database
 ) -> None:
     await fill(shop, engine)

@@ -34,14 +34,14 @@ from oncely.telemetry.prometheus import PrometheusObserver
 from oncely.testing import OBSERVER_CHECKS, RecordingObserver
 from tests.telemetry import RECORDS, Recorder, a_record, table
 
-README = Path(__file__).parents[2] / "README.md"
+OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
 DIED = EventDied(outbox="o", topic="t", error="ValueError", attempts=3)
 
 
-def test_the_docstring_and_the_readme_have_the_table_of_the_code() -> None:
+def test_the_docstring_and_the_page_for_operators_have_the_table_of_the_code() -> None:
     assert oncely.telemetry.__doc__ is not None
     assert table() in oncely.telemetry.__doc__
-    assert table() in README.read_text()
+    assert table() in OPERATIONS.read_text()
 
 
 def test_every_record_is_in_the_window_and_in_the_union() -> None:
