@@ -79,6 +79,19 @@ class OncelyError(Exception):
     """The root of everything that oncely raises on its own account."""
 
 
+class _OfKey(OncelyError):
+    def __init__(self, scope: str, key: str) -> None:
+        super().__init__(scope, key)
+        self.scope = scope
+        self.key = key
+
+
+class _OfTable(OncelyError):
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
 class InvalidKey(OncelyError, ValueError):
     """A scope or key that PostgreSQL cannot store: NUL, an unpaired surrogate, over 1,000 bytes.
 
@@ -86,16 +99,11 @@ class InvalidKey(OncelyError, ValueError):
     """
 
 
-class KeyReused(OncelyError):
+class KeyReused(_OfKey):
     """The same scope and key arrived with another fingerprint: another request wears this key.
 
     Effects have no scope; theirs is "".
     """
-
-    def __init__(self, scope: str, key: str) -> None:
-        super().__init__(scope, key)
-        self.scope = scope
-        self.key = key
 
     def __str__(self) -> str:
         scope = f" in scope {self.scope!r}" if self.scope else ""
@@ -119,29 +127,19 @@ class KeyInFlight(OncelyError):
         return f"key {self.key!r} in scope {self.scope!r} is in flight; try again in {seconds:g} s"
 
 
-class KeyInUse(OncelyError):
+class KeyInUse(_OfKey):
     """The key was used again inside its own work, in the same transaction: it would wait for itself."""
-
-    def __init__(self, scope: str, key: str) -> None:
-        super().__init__(scope, key)
-        self.scope = scope
-        self.key = key
 
     def __str__(self) -> str:
         return f"key {self.key!r} in scope {self.scope!r} is used inside its own work"
 
 
-class KeyLost(OncelyError):
+class KeyLost(_OfKey):
     """The key's transaction ended before the answer was stored in it: the work ended it by itself.
 
     So nothing is stored. An AsyncSession raises this from the `commit` that came too early; then
     nothing of the work was committed either, and the transaction goes on.
     """
-
-    def __init__(self, scope: str, key: str) -> None:
-        super().__init__(scope, key)
-        self.scope = scope
-        self.key = key
 
     def __str__(self) -> str:
         return (
@@ -150,17 +148,12 @@ class KeyLost(OncelyError):
         )
 
 
-class KeyUnanswered(OncelyError):
+class KeyUnanswered(_OfKey):
     """The key was committed without an answer: its work ended the transaction by itself.
 
     Whether that work happened, nobody can tell, so it is not run again until somebody decides:
     `forget` makes the key free.
     """
-
-    def __init__(self, scope: str, key: str) -> None:
-        super().__init__(scope, key)
-        self.scope = scope
-        self.key = key
 
     def __str__(self) -> str:
         return (
@@ -173,12 +166,8 @@ class NoTransaction(OncelyError):
     """The connection is in autocommit, where each statement commits alone and nothing is atomic."""
 
 
-class TableNameTaken(OncelyError, ValueError):
+class TableNameTaken(_OfTable, ValueError):
     """The MetaData already has a table of this name that is not the one oncely would make."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
 
     def __str__(self) -> str:
         return f"the MetaData already has another table named {self.name!r}; pass table_name="
@@ -188,12 +177,8 @@ class TransactionEnded(OncelyError):
     """A message's work ended the transaction that its inbox row is in, or caught an error that spoils it."""
 
 
-class TablesMissing(OncelyError):
+class TablesMissing(_OfTable):
     """The database lacks the table `name` or one that belongs to it: the migration has not run there."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
 
     def __str__(self) -> str:
         return (
@@ -202,12 +187,8 @@ class TablesMissing(OncelyError):
         )
 
 
-class RowsHidden(OncelyError):
+class RowsHidden(_OfTable):
     """A row of table `name` is in the way and is not to be seen: row level security, or a trigger."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
 
     def __str__(self) -> str:
         return (

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from types import FrameType
 from typing import Any, TypeAlias
 
-__all__ = ["LEFT_BEHIND", "LoopFactory", "run_process"]
+__all__ = ["LoopFactory", "run_process"]
 
 LoopFactory: TypeAlias = Callable[[], asyncio.AbstractEventLoop]
 

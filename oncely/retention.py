@@ -109,6 +109,7 @@ class Retention:
 
     @property
     def name(self) -> str:
+        """What a worker's log and health call it."""
         return "Retention " + ", ".join(prunable.table.fullname for prunable in self.keep)
 
     @one_at_a_time

@@ -39,7 +39,9 @@ class Service(Protocol):
     """What a worker runs: a Relay, a StreamConsumer, a WebhookWorker, a Retention, or one of your own."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What the log and `Worker.health` call it; a second one of a name gets a number there."""
+        ...
 
     @property
     def waits_for(self) -> str | None:
@@ -67,6 +69,7 @@ class ServiceHealth:
 
     @property
     def healthy(self) -> bool:
+        """It runs, and nothing that it needs is away."""
         return self.alive and self.waits_for is None
 
     def to_json(self) -> dict[str, str | bool | None]:

@@ -20,7 +20,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from oncely.errors import OncelyError
 from oncely.transaction import is_unavailable, sqlstates
 
-__all__ = ["WRONG", "WRONG_USE", "Failure", "explain", "printable", "reported"]
+__all__ = ["WRONG", "WRONG_USE", "Failure", "add_parameters", "explain", "printable", "reported"]
 
 _P = ParamSpec("_P")
 

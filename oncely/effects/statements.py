@@ -39,7 +39,20 @@ from oncely.effects.clock import Offset, UtcTime, database_now
 from oncely.effects.record import Status
 from oncely.effects.store import FINISHED, OPEN
 
-__all__ = ["claim", "extend", "finish", "forget", "give_back", "purge", "read", "records", "renew", "take"]
+__all__ = [
+    "claim",
+    "extend",
+    "finish",
+    "forget",
+    "give_back",
+    "purge",
+    "purgeable",
+    "read",
+    "records",
+    "renew",
+    "stats",
+    "take",
+]
 
 
 def claim(table: Table) -> Mapping[str, Executable]:

@@ -15,7 +15,6 @@ from oncely.answer import Answer, Body, Headers, Outcome
 from oncely.errors import Refused
 
 __all__ = [
-    "REPLAYED",
     "answer_from",
     "body_of",
     "kept_headers",

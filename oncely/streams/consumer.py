@@ -157,6 +157,7 @@ class StreamConsumer:
 
     @property
     def name(self) -> str:
+        """What a worker's log and health call it."""
         return f"StreamConsumer {self.stream}/{self.group}"
 
     @property

@@ -75,6 +75,7 @@ class Gauges:
 
     @property
     def name(self) -> str:
+        """What a worker's log and health call it."""
         return "Gauges"
 
     @one_at_a_time

@@ -39,7 +39,7 @@ from oncely.telemetry.records import (
     WebhooksMeasured,
 )
 
-__all__ = ["METRICS", "SPANS", "Metric"]
+__all__ = ["METRICS", "SPANS", "Metric", "check_labels"]
 
 _T = TypeVar("_T")
 
@@ -187,6 +187,16 @@ METRICS = (
     _level("oncely.webhooks.oldest", WebhooksMeasured, "webhooks", "Age of the oldest that waits", unit="s"),
 )  # fmt: skip
 """In the order of the records."""
+
+
+def check_labels(without: Collection[str]) -> None:
+    """Raise TypeError for a str, and ValueError for a label that no metric has: it would leave out none."""
+    if isinstance(without, str):
+        raise TypeError("without must be names of labels, not a str")
+    unknown = set(without) - {label for metric in METRICS for label in metric.labels}
+    if unknown:
+        raise ValueError(f"no metric has a label {', '.join(sorted(unknown))}")
+
 
 SPANS: dict[type[Record], str] = {
     BatchSettled: "publish <outbox>",

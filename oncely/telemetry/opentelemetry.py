@@ -27,7 +27,7 @@ from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from oncely.event import Event
-from oncely.telemetry.metrics import METRICS, SPANS, Metric
+from oncely.telemetry.metrics import METRICS, SPANS, Metric, check_labels
 from oncely.telemetry.records import BatchSettled, MessageHandled, Record
 
 __all__ = ["OpenTelemetryObserver"]
@@ -53,6 +53,7 @@ class OpenTelemetryObserver:
     ) -> None:
         self._tracer = trace.get_tracer("oncely", tracer_provider=tracer_provider)
         meter = get_meter("oncely", meter_provider=meter_provider)
+        check_labels(without)
         self._notes: dict[type, list[Callable[[Record], None]]] = {}
         for metric in METRICS:
             self._notes.setdefault(metric.record, []).append(_note(metric, meter, without))

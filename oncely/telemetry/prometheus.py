@@ -17,7 +17,7 @@ needs("prometheus", "prometheus_client")
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from oncely.telemetry.metrics import METRICS, Metric
+from oncely.telemetry.metrics import METRICS, Metric, check_labels
 from oncely.telemetry.records import Record
 
 __all__ = ["MetricsServer", "PrometheusObserver"]
@@ -33,6 +33,7 @@ class PrometheusObserver:
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY, *, without: Collection[str] = ()) -> None:
+        check_labels(without)
         self._notes: dict[type, list[Callable[[Record], None]]] = {}
         for metric in METRICS:
             self._notes.setdefault(metric.record, []).append(_note(metric, registry, without))
@@ -60,6 +61,7 @@ class MetricsServer:
 
     @property
     def name(self) -> str:
+        """What a worker's log and health call it."""
         return f"MetricsServer {self.host}:{self.port}"
 
     async def run(self, stop: asyncio.Event | None = None) -> None:

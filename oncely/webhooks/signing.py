@@ -51,7 +51,9 @@ class Message:
 class Signer(Protocol):
     """Makes the headers that are added to an attempt."""
 
-    def sign(self, message: Message) -> Sequence[tuple[str, str]]: ...
+    def sign(self, message: Message) -> Sequence[tuple[str, str]]:
+        """The headers as pairs. What it raises ends the attempt, which is tried again."""
+        ...
 
 
 class StandardWebhooks:

@@ -25,6 +25,7 @@ from typing import TypeAlias
 import h11
 import httpx
 
+from oncely.arguments import check_duration
 from oncely.errors import AddressRefused
 from oncely.webhooks.addresses import Lookup, SystemLookup, is_public
 
@@ -55,8 +56,7 @@ class PinnedTransport(httpx.AsyncBaseTransport):
         lookup: Lookup | None = None,
         allow_private: bool = False,
     ) -> None:
-        if deadline <= timedelta(0):
-            raise ValueError(f"deadline must be positive, not {deadline}")
+        check_duration(deadline, "deadline")
         if allow_private:
             warnings.warn(_LOUD, PrivateAddressesAllowed, stacklevel=2)
             _log.warning(_LOUD)

@@ -158,6 +158,7 @@ class WebhookWorker:
 
     @property
     def name(self) -> str:
+        """What a worker's log and health call it."""
         return f"WebhookWorker {self.webhooks.table.fullname}"
 
     @one_at_a_time

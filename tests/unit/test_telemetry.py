@@ -44,6 +44,14 @@ def test_the_docstring_and_the_page_for_operators_have_the_table_of_the_code() -
     assert table() in OPERATIONS.read_text()
 
 
+@pytest.mark.parametrize("make", [PrometheusObserver, OpenTelemetryObserver])
+def test_labels_to_leave_out_are_labels(make: Callable[..., object]) -> None:
+    with pytest.raises(TypeError, match=r"^without must be names of labels, not a str$"):
+        make(without="topic")
+    with pytest.raises(ValueError, match=r"^no metric has a label topics, types$"):
+        make(without=["topics", "topic", "types"])
+
+
 def test_every_record_is_in_the_window_and_in_the_union() -> None:
     exported = {getattr(oncely.telemetry, name) for name in oncely.telemetry.__all__}
     assert {one for one in exported if dataclasses.is_dataclass(one)} == set(RECORDS)

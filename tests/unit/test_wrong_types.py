@@ -27,6 +27,7 @@ from oncely.webhooks import (
     HttpSignatures,
     HttpSignaturesVerifier,
     Keyring,
+    PinnedTransport,
     StandardWebhooks,
     StandardWebhooksVerifier,
     Webhooks,
@@ -231,6 +232,7 @@ REFUSALS: list[Refusal] = [
         300,
         "tolerance must be a timedelta, not int",
     ),
+    (lambda given: PinnedTransport(deadline=given), 15, "deadline must be a timedelta, not int"),
     (lambda given: HttpSignaturesVerifier(given), [b""], "keys must be a Mapping, not list"),
     (
         lambda given: HttpSignatures(b"", key_id="k", valid_for=given),
