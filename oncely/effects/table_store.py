@@ -1,29 +1,24 @@
 """The store level on a table, in PostgreSQL or SQLite.
 
-Each function is one statement in a short transaction, READ COMMITTED on PostgreSQL: whoever waits
-there for a row then sees what became of it, and loses instead of failing.
-
-A connection that drops is tried once more. When the first try had been written and only its reply
-was lost, the second finds the record changed and says lost: the safe side.
+Each function is one statement in a short transaction of its own: see `short_transaction`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeVar
 
-from sqlalchemy import CursorResult, Executable, RowMapping, Table
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy import CursorResult, RowMapping, Table
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely.arguments import LONGEST, check_count, check_duration, check_kind
 from oncely.effects import statements
 from oncely.effects.record import EffectRecord, EffectStats, Status
+from oncely.effects.short_transaction import AnyDialect, in_short_transaction
 from oncely.effects.store import FINISHED, OPEN, Store, new_token
 from oncely.event import check_key, encode_json
-from oncely.loop import complete
 from oncely.transaction import Sessionmaker, check_sessionmaker
 
 __all__ = ["TableStore"]
@@ -31,11 +26,7 @@ __all__ = ["TableStore"]
 LONGEST_ERROR = 1_000
 """How many characters of an error are stored."""
 
-SQLITE_PATIENCE = timedelta(seconds=60)
-"""How long a cancelled caller waits for SQLite, whose own wait for its lock ends after 5 s by default."""
-
 _T = TypeVar("_T")
-_Statement: TypeAlias = Executable | Mapping[str, Executable]
 
 
 class TableStore(Store):
@@ -208,40 +199,11 @@ class TableStore(Store):
         return await self._execute(self._give_back, _count, for_key=key, for_token=token) > 0
 
     async def _execute(
-        self, statement: _Statement, read: Callable[[CursorResult[Any]], _T], **parameters: object
-    ) -> _T:
-        try:
-            return await self._attempt(statement, read, parameters)
-        except DBAPIError as error:
-            if not error.connection_invalidated:
-                raise
-        return await self._attempt(statement, read, parameters)
-
-    async def _attempt(
-        self,
-        statement: _Statement,
-        read: Callable[[CursorResult[Any]], _T],
-        parameters: Mapping[str, object],
+        self, statement: AnyDialect, read: Callable[[CursorResult[Any]], _T], **parameters: object
     ) -> _T:
         if self.sessionmaker is None:
             raise RuntimeError(f"{self.table.name} is on no database: pass sessionmaker=, or use bind()")
-        async with self.sessionmaker() as session:
-            dialect = session.get_bind(clause=self.table).dialect.name
-            if dialect not in _ISOLATION:
-                raise ValueError(f"effects run on PostgreSQL and SQLite, not on {dialect}")
-
-            async def transaction() -> _T:
-                async with session.begin():
-                    connection = await session.connection(
-                        bind_arguments={"clause": self.table}, execution_options=_ISOLATION[dialect]
-                    )
-                    chosen = statement[dialect] if isinstance(statement, Mapping) else statement
-                    return read(await connection.execute(chosen, parameters))
-
-            if dialect != "sqlite":
-                return await transaction()
-            # aiosqlite does not survive being cancelled: its thread goes on, and may never be heard of again.
-            return await complete(transaction(), patience=SQLITE_PATIENCE)
+        return await in_short_transaction(self.sessionmaker, self.table, statement, read, parameters)
 
 
 def _old(older_than: timedelta | float, statuses: Collection[Status]) -> tuple[timedelta, frozenset[Status]]:
@@ -269,12 +231,6 @@ def _sessionmaker(given: Sessionmaker | AsyncEngine | None) -> Sessionmaker | No
     if given is not None:
         check_sessionmaker(given)
     return given
-
-
-_ISOLATION: Mapping[str, dict[str, str]] = {
-    "postgresql": {"isolation_level": "READ COMMITTED"},
-    "sqlite": {},  # its writers follow one another
-}
 
 
 def _end(status: Status, result: object, error: str | None, ttl: timedelta | None) -> dict[str, object]:
