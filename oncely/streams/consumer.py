@@ -34,6 +34,7 @@ from oncely.event import Handler
 from oncely.loop import complete, one_at_a_time, run_loop
 from oncely.streams.client import Client, check_client
 from oncely.streams.deadletters import DeadLetters
+from oncely.streams.due import due_times, tried_for
 from oncely.streams.faults import BROKER_ERRORS, is_outage
 from oncely.streams.group import Group
 from oncely.streams.handling import Around, Handling, OnResult
@@ -144,8 +145,9 @@ class StreamConsumer:
         observed = guarded(observer)
         self._watch = None if observed is None else Watch(observed, stream=stream, group=group)
         self._handling = Handling(around, on_result, handler_timeout, self._watch)
-        due = _due_times(retry_after_ms, max_attempts, backoff_factor, backoff_maximum)
-        self._tried_for_ms = sum(due[1:max_attempts]) + max(0, max_attempts - len(due)) * due[-1]
+        due = due_times(retry_after_ms, max_attempts, backoff_factor, backoff_maximum)
+        self.tried_for = tried_for(due, max_attempts)
+        """From a message's first attempt to its last, when each of them fails at once."""
         self._group = Group(redis, stream, group, self.consumer, self.dead_letter_stream, due)
         self._in_flight = InFlight(self._group, self._handling, max_attempts)
         self._worker = Worker(
@@ -159,11 +161,6 @@ class StreamConsumer:
     def name(self) -> str:
         """What a worker's log and health call it."""
         return f"StreamConsumer {self.stream}/{self.group}"
-
-    @property
-    def tried_for(self) -> timedelta:
-        """From a message's first attempt to its last, when each of them fails at once."""
-        return min(self._tried_for_ms, timedelta.max // _MILLISECOND) * _MILLISECOND
 
     @property
     def last_success(self) -> datetime | None:
@@ -320,22 +317,3 @@ class StreamConsumer:
 
 def _own_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{uuid4().hex[:8]}"
-
-
-_MILLISECOND = timedelta(milliseconds=1)
-
-
-def _due_times(first_ms: int, attempts: int, factor: float, maximum: timedelta) -> list[int]:
-    """How long an entry that was delivered 0, 1, 2, … times stays with whoever has it.
-
-    The last one holds for all later deliveries. They are sent with every look for what is due, so there
-    are no more than needed, however many attempts there may be.
-    """
-    longest = max(maximum // timedelta(milliseconds=1), first_ms)
-    times = [first_ms, first_ms]
-    for _ in range(attempts - 1):
-        longer = int(min(times[-1] * factor, longest))
-        if longer == times[-1]:
-            break
-        times.append(longer)
-    return times
