@@ -185,7 +185,7 @@ suspects AS MATERIALIZED (
 ),
 chosen AS MATERIALIZED (
     SELECT * FROM (
-        (SELECT xmax <> 0 AS touched, id, topic, payload, headers, key, created_at, attempts, position, due_at
+        (SELECT xmax <> 0 AS touched, id, position, attempts, due_at, created_at, key, topic, headers, payload
          FROM {outbox}
          WHERE published_at IS NULL AND dead_at IS NULL AND due_at IS NULL
            AND position >= (SELECT position FROM start)
@@ -193,7 +193,7 @@ chosen AS MATERIALIZED (
            AND id NOT IN (SELECT id FROM taken) AND (key IS NULL OR key NOT IN (SELECT key FROM held))
          ORDER BY position LIMIT :limit)
         UNION ALL
-        (SELECT xmax <> 0, id, topic, payload, headers, key, created_at, attempts, position, due_at
+        (SELECT xmax <> 0, id, position, attempts, due_at, created_at, key, topic, headers, payload
          FROM {outbox}
          WHERE published_at IS NULL AND dead_at IS NULL AND due_at <= statement_timestamp() AND attempts = 0
            AND NOT (:tried_first AND EXISTS (SELECT FROM suspects))
@@ -202,16 +202,17 @@ chosen AS MATERIALIZED (
     ) AS fresh
     ORDER BY position LIMIT :limit
 ),
+touched AS MATERIALIZED (SELECT id, position, due_at, key FROM chosen WHERE touched),
 obtained AS MATERIALIZED (
     SELECT id FROM {outbox}
-    WHERE id = ANY (ARRAY(SELECT id FROM chosen WHERE touched)) AND published_at IS NULL AND dead_at IS NULL
+    WHERE id = ANY (ARRAY(SELECT id FROM touched)) AND published_at IS NULL AND dead_at IS NULL
     FOR UPDATE SKIP LOCKED
 ),
 missing AS MATERIALIZED (
-    SELECT id, position, key, due_at FROM chosen WHERE touched AND id NOT IN (SELECT id FROM obtained)
+    SELECT id, position, due_at, key FROM touched WHERE id NOT IN (SELECT id FROM obtained)
 ),
 alone AS MATERIALIZED (
-    SELECT xmax <> 0, id, topic, payload, headers, key, created_at, attempts, position, due_at FROM {outbox}
+    SELECT xmax <> 0, id, position, attempts, due_at, created_at, key, topic, headers, payload FROM {outbox}
     WHERE id = ANY (ARRAY(SELECT id FROM suspects)) AND published_at IS NULL AND dead_at IS NULL
       AND (:tried_first OR NOT EXISTS (SELECT FROM chosen WHERE id NOT IN (SELECT id FROM missing)))
     ORDER BY due_at LIMIT 1

@@ -47,13 +47,7 @@ DEEPEST = 500
 """The most levels of lists and objects in a payload; PostgreSQL's own limit depends on its stack."""
 
 
-class _Unread(Enum):
-    """Stands for a value whose text was not decoded yet; an Enum, so that a copied event knows it too."""
-
-    UNREAD = "unread"
-
-
-_UNREAD: Any = _Unread.UNREAD
+_UNREAD = object()
 
 
 class Event:
@@ -82,6 +76,10 @@ class Event:
     key: str | None
     created_at: datetime | None
     attempt: int
+    _payload: object
+    _payload_json: str
+    _headers: Mapping[str, str] | None
+    _headers_json: str | None
 
     def __init__(
         self,
@@ -99,9 +97,7 @@ class Event:
         self.created_at = created_at
         self.attempt = attempt
         self._payload = payload
-        self._payload_json: str | None = None
         self._headers = headers
-        self._headers_json: str | None = None
 
     @classmethod
     def from_json(
@@ -115,7 +111,7 @@ class Event:
         attempt: int = 1,
         payload: object = _UNREAD,
     ) -> Event:
-        """An event whose payload and headers are still text; they are decoded when they are read.
+        """An event whose payload and headers are still text; they are decoded when they are first read.
 
         `payload` is for a caller who has decoded it already.
         """
@@ -125,40 +121,49 @@ class Event:
         event.key = key
         event.created_at = created_at
         event.attempt = attempt
-        event._payload = payload
         event._payload_json = payload_json
-        event._headers = None if headers_json is None else _UNREAD
         event._headers_json = headers_json
+        if payload is not _UNREAD:
+            event._payload = payload
         return event
+
+    # Of each value and its text, the one that was not given is not set until it is asked for.
 
     @property
     def payload(self) -> Any:
         """The payload as Python values. Raises ValueError when the stored text is not JSON."""
-        if self._payload is _UNREAD:
-            self._payload = decode_json(self.payload_json)
-        return self._payload
+        try:
+            return self._payload
+        except AttributeError:
+            self._payload = decode_json(self._payload_json)
+            return self._payload
 
     @property
     def payload_json(self) -> str:
         """The payload as JSON text, as it was stored."""
-        if self._payload_json is None:
+        try:
+            return self._payload_json
+        except AttributeError:
             self._payload_json = encode_json(self._payload)
-        return self._payload_json
+            return self._payload_json
 
     @property
     def headers(self) -> Mapping[str, str] | None:
         """The headers given to emit, or None."""
-        if self._headers is _UNREAD:
-            assert self._headers_json is not None  # noqa: S101  from_json sets the two together
-            self._headers = decode_json(self._headers_json)
-        return self._headers
+        try:
+            return self._headers
+        except AttributeError:
+            self._headers = None if self._headers_json is None else decode_json(self._headers_json)
+            return self._headers
 
     @property
     def headers_json(self) -> str | None:
         """The headers as JSON text, or None."""
-        if self._headers_json is None and self._headers is not None:
-            self._headers_json = encode_json(self._headers)
-        return self._headers_json
+        try:
+            return self._headers_json
+        except AttributeError:
+            self._headers_json = None if self._headers is None else encode_json(self._headers)
+            return self._headers_json
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Event):
