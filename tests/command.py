@@ -36,7 +36,7 @@ from oncely.cli.app import app
 from oncely.webhooks import Keyring, Webhooks
 from tests.database import Database
 from tests.outboxes import Sessions
-from tests.webhooks import KEY
+from tests.webhooks import KEY, SECRET
 
 __all__ = ["Ran", "Shop", "in_terminal", "oncely", "place", "shop"]
 
@@ -49,7 +49,7 @@ from sqlalchemy.ext.asyncio import async_sessionmaker
 
 from oncely import Effects, IdempotencyKeys, Inbox, Outbox, Relay, Retention
 from oncely.streams import StreamConsumer, stream_publisher
-from oncely.webhooks import Keyring, Webhooks
+from oncely.webhooks import Keyring, StandardWebhooks, Webhooks, WebhookSender, WebhookWorker
 from oncely.worker import Worker
 from tests.database import Database
 
@@ -78,6 +78,20 @@ forgetful = [relay, calm, Retention(sessions, {{inbox: timedelta(days=30)}})]
 everything = [worker, inbox, effects, webhooks]
 outboxes = [outbox, sessions]
 rooms = (sessions, outbox, keys, inbox, effects, webhooks)
+of_engine = [sessions.kw["bind"], outbox]
+nothing = []
+two_consumers = [consumer, booking]
+
+
+class OurOwn:
+    table = inbox.table
+
+    async def prune(self, session, *, older_than, limit):
+        return 0
+
+
+mixed = [relay, "ours", OurOwn(), Retention(sessions, {{OurOwn(): timedelta(days=1)}})]
+webhook_worker = WebhookWorker(webhooks, sessions, sender=WebhookSender(StandardWebhooks({secret!r})))
 
 
 def make():
@@ -176,7 +190,9 @@ async def shop(
 ) -> AsyncIterator[Shop]:
     """The application on this database and stream, its tables made."""
     module = f"shop_{uuid.uuid4().hex}"
-    text = _MODULE.format(url=database.url, schema=database.schema, redis_url=redis_url, stream=stream)
+    text = _MODULE.format(
+        url=database.url, schema=database.schema, redis_url=redis_url, stream=stream, secret=SECRET
+    )
     (folder / f"{module}.py").write_text(text)
     metadata = MetaData()
     sessions = async_sessionmaker(engine)

@@ -14,6 +14,7 @@ from oncely.cli.failure import WRONG_USE, Failure
 __all__ = ["connect", "named"]
 
 _CONNECT_SECONDS = 10
+_DRIVERS = ("postgresql+psycopg", "postgresql+psycopg_async", "postgresql+asyncpg", "sqlite+aiosqlite")
 
 
 def connect(text: str) -> AsyncEngine:
@@ -50,9 +51,7 @@ def _with_driver(url: URL) -> URL:
         if _is_installed("asyncpg"):
             return url.set(drivername="postgresql+asyncpg")
         raise Failure("no async driver is installed: pip install 'psycopg[binary]', or asyncpg")
-    if url.drivername in ("postgresql+psycopg", "postgresql+psycopg_async", "postgresql+asyncpg"):
-        return url
-    if url.drivername == "sqlite+aiosqlite":
+    if url.drivername in _DRIVERS:
         return url
     raise Failure(
         f"{url.drivername!r} is no driver that oncely works with; "
@@ -72,7 +71,13 @@ def _with_options(url: URL) -> tuple[URL, dict[str, Any]]:
     if "sslmode" in query:
         query["ssl"] = query.pop("sslmode")
     name = str(query.pop("application_name", "oncely"))
-    seconds = float(str(query.pop("connect_timeout", _CONNECT_SECONDS)))
+    timeout = str(query.pop("connect_timeout", _CONNECT_SECONDS))
+    try:
+        seconds = float(timeout)
+    except ValueError:
+        raise Failure(
+            f"connect_timeout in the database's URL is no number: {timeout!r}", exit_code=WRONG_USE
+        ) from None
     return url.set(query=query), {"timeout": seconds, "server_settings": {"application_name": name}}
 
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from datetime import UTC, datetime, timedelta
-from enum import Enum
 from typing import Annotated
 from uuid import UUID
 
@@ -43,17 +42,9 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask; needed where
 _WIDE = 10_000  # characters; a pipe has no width
 
 
-def print_table(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[object]],
-    *,
-    title: str | None = None,
-    console: Console | None = None,
-) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """One table, or the rows one by one where it does not fit."""
-    console = console or console_of_stdout()
-    if title is not None:
-        console.print(Text(title, style="bold"), soft_wrap=True)
+    console = _console()
     words = [[shown(value) for value in row] for row in rows]
     width = sum(
         2 + max([len(name), *(_longest_line(row[at]) for row in words)]) for at, name in enumerate(columns)
@@ -77,7 +68,7 @@ def print_table(
 
 def print_line(text: str = "") -> None:
     """One line on stdout, not wrapped."""
-    console_of_stdout().print(Text(text), soft_wrap=True)
+    _console().print(Text(text), soft_wrap=True)
 
 
 def print_facts(facts: Mapping[str, object]) -> None:
@@ -109,13 +100,6 @@ def confirm(question: str, *, yes: bool) -> None:
         raise Failure("nothing was done", exit_code=WRONG)
 
 
-def console_of_stdout() -> Console:
-    """Where tables go: as wide as the terminal, or as wide as they are."""
-    if sys.stdout.isatty():
-        return Console(highlight=False)
-    return Console(width=_WIDE, highlight=False)
-
-
 def shown(value: object) -> str:
     """A value as a person reads it; "-" for what is not there."""
     if value is None:
@@ -130,9 +114,14 @@ def shown(value: object) -> str:
         return spell(value)
     if isinstance(value, datetime):
         return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
-    if isinstance(value, Enum):
-        return str(value.value)
     return printable(str(value))
+
+
+def _console() -> Console:
+    """Where tables go: as wide as the terminal, or as wide as they are."""
+    if sys.stdout.isatty():
+        return Console(highlight=False)
+    return Console(width=_WIDE, highlight=False)
 
 
 def _longest_line(word: str) -> int:
@@ -146,8 +135,6 @@ def _plain(value: object) -> object:
         return value.astimezone(UTC).isoformat()
     if isinstance(value, timedelta):
         return value.total_seconds()
-    if isinstance(value, (UUID, Enum)):
+    if isinstance(value, UUID):
         return str(value)
-    if isinstance(value, Mapping):
-        return dict(value)
     raise TypeError(f"{type(value).__name__} is no JSON")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
+import psycopg
 import pytest
 from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncEngine
@@ -62,6 +63,13 @@ async def test_the_list_has_what_is_open_or_what_is_asked_for(shop: Shop, unknow
     )
 
 
+async def test_a_list_that_was_cut_short_says_so(shop: Shop, unknown: str) -> None:
+    words = ["--status", "done", "--status", "unknown", "--limit", "1"]
+    ran = await oncely("effects", "list", shop.target(), *words)
+    assert (len(ran.stdout.splitlines()), ran.stderr) == (3, "oncely: there are more than 1; see --limit\n")
+    assert (await oncely("effects", "list", shop.target(), *words, "--json")).json["more"] is True
+
+
 async def test_show_has_the_token_to_ask_the_provider_by_and_the_result_when_asked(
     shop: Shop, unknown: str, database: Database
 ) -> None:
@@ -110,6 +118,42 @@ async def test_one_that_is_being_made_is_left_to_its_owner(shop: Shop) -> None:
     record = await shop.effects.get(KEY)
     assert record is not None
     assert record.status is Status.PENDING
+
+
+def meanwhile(monkeypatch: pytest.MonkeyPatch, database: Database, command: str, sql: str) -> None:
+    """While the command asks its question, somebody else does this."""
+
+    def confirm(question: str, *, yes: bool) -> None:
+        with psycopg.connect(database.dsn()) as connection:
+            connection.execute(sql.encode())
+
+    monkeypatch.setattr(f"oncely.cli.{command}.confirm", confirm)
+
+
+@pytest.mark.parametrize("decision", ["--done", "--failed", "--forget"])
+async def test_what_somebody_else_has_resolved_meanwhile_is_left_as_it_is(
+    shop: Shop, unknown: str, database: Database, monkeypatch: pytest.MonkeyPatch, decision: str
+) -> None:
+    by_another = f"status = 'failed', error = 'a colleague', token = 'another' WHERE key = '{KEY}'"
+    meanwhile(monkeypatch, database, "effects", f"UPDATE effects SET {by_another}")
+    ran = await oncely("effects", "resolve", shop.target(), KEY, decision)
+    assert ran == Ran(1, "", f"oncely: effect {KEY!r} has changed in between; nothing was done\n")
+    record = await shop.effects.get(KEY)
+    assert record is not None
+    assert (record.status, record.error) == (Status.FAILED, "a colleague")
+
+
+async def test_an_effect_of_two_tables_is_chosen_by_table(
+    shop: Shop, unknown: str, database: Database, engine: AsyncEngine
+) -> None:
+    await execute(engine, "CREATE TABLE older AS TABLE effects")
+    ran = await oncely("effects", "show", *place(database), KEY)
+    assert (ran.exit_code, ran.stdout) == (2, "")
+    assert ran.stderr.replace("oncely_test.", "") == (
+        f"oncely: there is an effect {KEY!r} in each of effects, older; choose by --table\n"
+    )
+    ran = await oncely("effects", "show", *place(database), KEY, "--table", "older", "--json")
+    assert (ran.exit_code, ran.json["where"].replace("oncely_test.", "")) == (0, "older")
 
 
 async def test_nothing_is_decided_without_a_yes(shop: Shop, unknown: str, database: Database) -> None:
@@ -180,6 +224,43 @@ async def test_a_key_is_shown_without_its_answer_unless_that_is_asked_for(
     }
     ran = await oncely("keys", "show", *place(database), "k:1", "--scope", "7", "--answer", "--json")
     assert (ran.json["headers"], ran.json["body"]) == ([], "secret")
+
+
+async def test_a_person_reads_a_fact_on_each_line(shop: Shop) -> None:
+    await store_key(shop)
+    ran = await oncely("keys", "show", shop.target("rooms"), "k:1", "--scope", "7")
+    facts = dict(line.split(maxsplit=1) for line in ran.stdout.splitlines() if line)
+    assert {name: facts[name] for name in ("scope", "key", "state", "status")} == {
+        "scope": "7",
+        "key": "k:1",
+        "state": "answered",
+        "status": "201",
+    }
+    assert "secret" not in ran.stdout
+
+
+async def test_a_key_that_somebody_else_has_forgotten_meanwhile_is_said(
+    shop: Shop, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await store_key(shop)
+    meanwhile(monkeypatch, database, "keys", "DELETE FROM idempotency_keys")
+    ran = await oncely("keys", "forget", shop.target("rooms"), "k:1", "--scope", "7")
+    assert ran == Ran(1, "", "oncely: key 'k:1' was not there any more; nothing was done\n")
+
+
+async def test_a_key_of_two_tables_is_chosen_by_table(
+    shop: Shop, database: Database, engine: AsyncEngine
+) -> None:
+    await store_key(shop)
+    await execute(engine, "CREATE TABLE older AS TABLE idempotency_keys")
+    words = ["keys", "show", *place(database), "k:1", "--scope", "7"]
+    ran = await oncely(*words)
+    assert (ran.exit_code, ran.stdout) == (2, "")
+    assert ran.stderr.replace("oncely_test.", "") == (
+        "oncely: there is a key 'k:1' in each of idempotency_keys, older; choose by --table\n"
+    )
+    ran = await oncely(*words, "--table", "older", "--json")
+    assert (ran.exit_code, ran.json["where"].replace("oncely_test.", "")) == (0, "older")
 
 
 async def test_a_key_is_answered_expired_or_unanswered(shop: Shop, engine: AsyncEngine) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pty
 import signal
 import subprocess
 import sys
@@ -11,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely.event import uuid7
 from oncely.streams import stream_publisher
-from tests.command import Shop, oncely, place
+from tests.command import Ran, Shop, oncely, place
 from tests.database import Database
 from tests.outboxes import emit, execute, fail
 from tests.streams import deliver, events
@@ -161,6 +164,70 @@ async def test_a_target_is_a_worker_a_service_a_room_a_list_or_what_a_function_m
             "status", shop.target(attribute), "--json", env={"ONCELY_DATABASE_URL": database.url}
         )
     assert (ran.exit_code, ran.json["outboxes"][0]["ready"]) == (0, 1)
+
+
+async def test_a_list_with_an_engine_serves_the_rooms_that_have_none(shop: Shop) -> None:
+    await emit(shop.outbox, shop.sessions, 1)
+    ran = await oncely("status", shop.target("of_engine"), "--json")
+    assert (ran.exit_code, ran.json["outboxes"][0]["ready"]) == (0, 1)
+
+
+async def test_what_a_list_has_of_the_users_own_is_passed_over(shop: Shop) -> None:
+    ran = await oncely("status", shop.target("mixed"), "--json")
+    assert (ran.exit_code, [len(ran.json[kind]) for kind in ("outboxes", "inboxes")]) == (0, [1, 0])
+
+
+async def test_a_list_without_anything_is_an_error(shop: Shop) -> None:
+    ran = await oncely("status", shop.target("nothing"))
+    assert ran == Ran(1, "", "oncely: there is nothing of oncely's here\n")
+
+
+async def test_the_webhooks_of_a_worker_are_seen(shop: Shop) -> None:
+    await enqueue(shop.webhooks, shop.sessions, "https://hooks.example.com/secret")
+    ran = await oncely("status", shop.target("webhook_worker"), "--json")
+    assert (ran.exit_code, ran.json["webhooks"][0]["pending"]) == (0, 1)
+
+
+async def test_a_stream_of_two_consumers_is_seen_once(shop: Shop) -> None:
+    ran = await oncely("status", shop.target("two_consumers"), "--json")
+    assert (ran.exit_code, [stream["name"] for stream in ran.json["streams"]]) == (0, [shop.stream])
+
+
+async def test_without_a_target_tables_and_streams_may_both_be_named(
+    shop: Shop, database: Database, redis_url: str
+) -> None:
+    await emit(shop.outbox, shop.sessions, 1)
+    words = ["--table", "outbox", "--stream", shop.stream, "--redis-url", redis_url]
+    ran = await oncely("status", "--json", *place(database), *words)
+    assert ran.exit_code == 0
+    assert [len(ran.json[kind]) for kind in ("outboxes", "streams", "inboxes", "keys")] == [1, 1, 0, 0]
+
+
+async def test_without_redis_a_stream_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "redis.asyncio", None)
+    ran = await oncely("status", "--stream", "shop", "--redis-url", "redis://host")
+    assert ran == Ran(1, "", "oncely: streams need redis: pip install 'oncely[redis]'\n")
+
+
+async def test_without_the_extra_for_webhooks_the_other_tables_are_found(
+    shop: Shop, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "oncely.webhooks", None)
+    ran = await oncely("status", "--json", *place(database))
+    assert ran.exit_code == 0
+    assert [len(ran.json[kind]) for kind in ("outboxes", "inboxes", "keys", "webhooks")] == [1, 1, 1, 0]
+
+
+async def test_a_table_that_somebody_has_locked_does_not_hide_the_others(
+    shop: Shop, engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oncely.cli.status._PATIENCE", 0.5)
+    async with engine.begin() as connection:
+        await connection.execute(text("LOCK TABLE inbox"))
+        ran = await oncely("status", shop.target(), "--json")
+    assert ran.exit_code == 1
+    assert ran.json["errors"] == [{"name": "inbox", "error": "no answer within 0.5 s"}]
+    assert [len(ran.json[kind]) for kind in ("outboxes", "inboxes", "keys")] == [1, 0, 1]
 
 
 async def test_a_list_with_a_sessionmaker_serves_the_rooms_that_have_none(shop: Shop) -> None:
@@ -325,3 +392,24 @@ async def test_a_watch_looks_again_and_ends_by_ctrl_c(shop: Shop, tmp_path: Path
     watch.send_signal(signal.SIGINT)
     _, stderr = await asyncio.to_thread(watch.communicate, timeout=20)
     assert (watch.returncode, stderr, counts[0]) == (0, "", 1)
+
+
+@pytest.mark.parametrize("on_terminal", [False, True])
+async def test_a_watch_clears_the_screen_of_a_terminal_and_of_nothing_else(
+    shop: Shop, tmp_path: Path, on_terminal: bool
+) -> None:
+    words = ["status", shop.target("relay"), "--app-dir", str(tmp_path), "--watch", "--interval", "0.1"]
+    ours, theirs = pty.openpty() if on_terminal else os.pipe()
+    watch = subprocess.Popen(  # noqa: ASYNC220  it is waited for in threads
+        [sys.executable, "-m", "oncely.cli", *words],
+        stdout=theirs,
+        env=os.environ | {"TERM": "xterm"},
+    )
+    said = b""
+    while said.count(b"in flight") < 2:
+        said += await asyncio.to_thread(os.read, ours, 65_536)
+    watch.send_signal(signal.SIGINT)
+    assert await asyncio.to_thread(watch.wait, 20) == 0
+    assert (b"\033[H\033[2J" in said) is on_terminal
+    os.close(ours)
+    os.close(theirs)

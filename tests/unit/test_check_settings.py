@@ -6,7 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from redis.asyncio import Redis
+from redis.asyncio import Redis, RedisCluster
 from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
 
@@ -15,6 +15,7 @@ from oncely.check import check_settings
 from oncely.check.length import spell
 from oncely.streams import StreamConsumer
 from oncely.telemetry import Gauges
+from oncely.webhooks import Keyring, StandardWebhooks, Webhooks, WebhookSender, WebhookWorker
 from oncely.worker import Worker
 
 SECOND, HOUR, DAY = timedelta(seconds=1), timedelta(hours=1), timedelta(days=1)
@@ -76,6 +77,13 @@ async def test_a_client_that_waits_for_redis_longer_than_entries_are_ours() -> N
         )
     ]
     assert await said(consumer(retry_after_ms=6_000, max_attempts=100, socket_timeout=1)) == []
+
+
+async def test_a_cluster_that_is_waited_for_longer_than_entries_are_ours() -> None:
+    client = RedisCluster("nowhere", socket_timeout=30)
+    [(severity, _, message)] = await said(StreamConsumer(client, stream="orders", retry_after_ms=30_000))
+    assert severity == "wrong"
+    assert "the client's socket_timeout is 30s" in message
 
 
 async def test_a_handler_that_may_take_longer_than_a_stop_waits() -> None:
@@ -186,6 +194,21 @@ async def test_a_pool_that_is_too_small(overflow: int, expected: list[tuple[str,
     one, two = (relay(Outbox(MetaData(), table_name=name), made) for name in ("one", "two"))
     found = await said(one, two, consumer())
     assert found == [(severity, "pool of shop", message) for severity, message in expected]
+
+
+async def test_a_webhook_worker_needs_a_connection_too() -> None:
+    metadata, made = MetaData(), sessions(pool_size=1, max_overflow=0)
+    webhooks = Webhooks(metadata, keyring=Keyring({"k": bytes(range(32))}, write="k"))
+    sender = WebhookSender(StandardWebhooks("whsec_MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDE="))
+    worker = WebhookWorker(webhooks, made, sender=sender)
+    [(severity, _, message)] = await said(relay(Outbox(metadata), made), worker)
+    assert severity == "wrong"
+    assert message.endswith(f"for 2 services: Relay outbox, {worker.name}")
+
+
+async def test_what_uses_one_connection_of_the_users_has_no_pool() -> None:
+    async with create_async_engine("sqlite+aiosqlite://").connect() as connection:
+        assert await said(*(relay(made=async_sessionmaker(connection)) for _ in range(20))) == []
 
 
 async def test_gauges_need_a_connection_too() -> None:

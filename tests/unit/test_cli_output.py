@@ -50,6 +50,11 @@ def test_a_json_document_has_iso_times_and_seconds(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == '{"at": "2026-01-31T00:00:00+00:00", "age": 60.0}\n'
 
 
+def test_what_has_no_form_in_json_is_an_error_and_no_guess() -> None:
+    with pytest.raises(TypeError, match=r"^object is no JSON$"):
+        print_json({"what": object()})
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
