@@ -168,8 +168,7 @@ class Exchange:
         await self._commit()
 
     async def _settle(self, status: int, raw_headers: Any, body: bytes) -> None:
-        if self._claim is None:
-            raise RuntimeError("there is no claim to settle")
+        assert self._claim is not None  # noqa: S101  only what was claimed is answered or refused
         await self._claim.settle(self._answer(status, raw_headers, body), ttl=self.policy.ttl)
 
     def _answer(self, status: int, raw_headers: Any, body: bytes) -> Answer:

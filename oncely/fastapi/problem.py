@@ -100,8 +100,7 @@ def problem_response(
 
 async def _answer(request: Request, error: Exception) -> Response:
     problem = problem_of(error)
-    if problem is None:
-        raise error
+    assert problem is not None  # noqa: S101  each of the errors that it handles has one
     return problem.response()
 
 

@@ -305,6 +305,72 @@ async def test_background_tasks_do_not_run_when_the_commit_fails(web: Web) -> No
     assert ran == []
 
 
+async def test_a_background_task_that_fails_is_the_servers_error_and_takes_no_answer_back(web: Web) -> None:
+    router = web.router()
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession, tasks: BackgroundTasks) -> str:
+        session.add(Order(item="tea"))
+        tasks.add_task(int, "no number")
+        return "made"
+
+    async with client_of(router) as client:
+        client._transport.raise_app_exceptions = True  # type: ignore[attr-defined]  # to see the error
+        with pytest.raises(ValueError, match="no number"):
+            await client.post("/orders")
+        again = await client.post("/orders")
+    assert (again.json(), again.headers["idempotency-replayed"]) == ("made", "true")
+    assert await web.items() == ["tea"]
+
+
+async def test_a_client_that_leaves_before_it_has_sent_its_request_leaves_its_key_free(web: Web) -> None:
+    router, calls = web.router(), []
+
+    @router.post("/orders")
+    async def create_order(order: dict[str, str], session: IdempotentSession) -> None:
+        calls.append(order)
+
+    app = FastAPI()
+    app.include_router(router)
+
+    async def half(scope: Any, receive: Any, send: Any) -> None:
+        parts = [
+            {"type": "http.request", "body": b'{"item": "t', "more_body": True},
+            {"type": "http.disconnect"},
+        ]
+
+        async def receive_half() -> Any:
+            return parts.pop(0)
+
+        await app(scope, receive_half, send)
+
+    async with client_of(half) as client:
+        assert (await client.post("/orders", json={"item": "tea"})).status_code == 400  # to nobody
+    assert (calls, await web.stored()) == ([], [])
+
+
+async def test_a_client_that_has_left_a_route_without_a_key_is_the_servers_affair(web: Web) -> None:
+    router = web.router()
+
+    @router.get("/orders")
+    async def list_orders() -> list[str]:
+        return []
+
+    app = FastAPI()
+    app.include_router(router)
+
+    async def cut(scope: Any, receive: Any, send: Any) -> None:
+        async def send_cut(message: Any) -> None:
+            raise OSError("the client has closed the connection")
+
+        await app(scope, receive, send_cut)
+
+    async with client_of(cut) as client:
+        client._transport.raise_app_exceptions = True  # type: ignore[attr-defined]  # to see the error
+        with pytest.raises(OSError, match="the client has closed the connection"):
+            await client.get("/orders")
+
+
 @pytest.mark.parametrize("gone", ["http.response.start", "http.response.body"])
 async def test_a_client_that_has_left_does_not_keep_background_tasks_from_running(
     web: Web, gone: str

@@ -123,8 +123,11 @@ async def test_an_application_may_answer_a_conflict_itself(web: Web) -> None:
 
     @app.exception_handler(TransactionConflict)
     async def own(request: Request, error: Exception) -> Response:
-        return Response(status_code=503, headers={"Retry-After": "2"})
+        return Response(str(error), 503, {"Retry-After": "2"})
 
     async with client_of(app) as client:
         response = await client.post("/orders")
     assert (response.status_code, response.headers["retry-after"]) == (503, "2")
+    assert response.text == (
+        "the request's transaction was ended for the sake of another one; nothing was done, try again"
+    )

@@ -205,6 +205,14 @@ async def test_a_route_gives_its_own_fingerprint(web: Web) -> None:
     assert (other_item.status_code, other_path.status_code) == (422, 422)
 
 
+async def test_a_fingerprint_that_is_no_bytes_is_an_error_and_nothing_is_done(web: Web) -> None:
+    async with client_of(shop(web, fingerprint=lambda request: "tea")) as client:
+        client._transport.raise_app_exceptions = True  # type: ignore[attr-defined]  # to see the error
+        with pytest.raises(TypeError, match=r"^fingerprint must return bytes, not str$"):
+            await client.post("/orders", json={"item": "tea"})
+    assert (await web.items(), await web.stored()) == ([], [])
+
+
 async def test_a_form_is_fingerprinted_although_it_was_read_as_one(web: Web) -> None:
     router = web.router()
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from oncely import Refused
 from oncely.fastapi import IdempotentSession
@@ -207,3 +208,29 @@ async def test_what_a_dependency_makes_of_an_error_is_not_an_answer_of_the_endpo
         responses = [await client.post("/orders") for _ in range(2)]
     assert [response.json() for response in responses] == [{"detail": "translated"}] * 2
     assert (len(calls), await web.stored()) == (2, [])
+
+
+async def test_a_refusal_whose_rendering_breaks_asgi_is_an_error_and_nothing_is_stored(web: Web) -> None:
+    router = web.router(refusals=[409])
+
+    @router.post("/orders")
+    async def create_order(session: IdempotentSession) -> None:
+        raise HTTPException(409, "sold out")
+
+    class Bodily(Response):
+        async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+            await send({"type": "http.response.body", "body": b"sold out"})
+
+    app = FastAPI()
+    app.include_router(router)
+
+    @app.exception_handler(HTTPException)
+    async def own(request: Request, error: Exception) -> Response:
+        return Bodily(status_code=409)
+
+    async with client_of(app) as client:
+        assert (await client.post("/orders")).status_code == 500
+        client._transport.raise_app_exceptions = True  # type: ignore[attr-defined]  # to see the error
+        with pytest.raises(RuntimeError, match=r"^a response's body came before its start$"):
+            await client.post("/orders")
+    assert await web.stored() == []

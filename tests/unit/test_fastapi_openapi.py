@@ -127,7 +127,7 @@ def test_the_header_is_not_required_where_only_some_methods_are_guarded() -> Non
 async def by_dependency(idempotency_key: Annotated[str | None, Header()] = None) -> None: ...
 
 
-@pytest.mark.parametrize("how", ["IdempotencyKeyHeader", "Header", "a dependency"])
+@pytest.mark.parametrize("how", ["IdempotencyKeyHeader", "Header", "a dependency", "in its own words"])
 def test_a_header_that_the_route_takes_itself_is_there_once(how: str) -> None:
     routes = router()
     if how == "IdempotencyKeyHeader":
@@ -139,6 +139,12 @@ def test_a_header_that_the_route_takes_itself_is_there_once(how: str) -> None:
 
         @routes.post("/orders")
         async def with_theirs(idempotency_key: Annotated[str, Header()]) -> None: ...
+
+    elif how == "in its own words":
+        header = {"name": "idempotency-key", "in": "header", "schema": {"type": "string"}}
+
+        @routes.post("/orders", openapi_extra={"parameters": [header]})
+        async def with_own_words() -> None: ...
 
     else:
 

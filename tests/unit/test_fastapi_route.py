@@ -196,6 +196,21 @@ async def test_an_annotation_that_exists_for_type_checkers_only_is_passed_over()
         assert (await client.post("/orders", json={"item": "tea"})).json() == "tea"
 
 
+async def test_an_endpoint_need_not_say_what_it_returns() -> None:
+    routes = router(required=False)
+
+    @routes.post("/orders")
+    async def create_order(order: NewOrder):  # type: ignore[no-untyped-def]
+        return {"item": order.item}
+
+    async with client_of(routes, key=None) as client:
+        assert (await client.post("/orders", json={"item": "tea"})).json() == {"item": "tea"}
+
+
+def test_a_route_may_wait_without_end() -> None:
+    assert make(wait=None).policy.wait is None
+
+
 async def test_the_session_on_a_route_that_is_not_guarded_is_a_clear_error() -> None:
     app = FastAPI()
 
