@@ -156,8 +156,7 @@ class Courier:
         try:
             await self._send([event])
         except PublishFailed as failed:
-            if not sent([event], failed):
-                return failed.failures.get(event.id, failed)
+            return failed.failures.get(event.id, failed)
         except Exception as error:  # noqa: BLE001  as above
             return error
         self._note_passed(delivery, [event])

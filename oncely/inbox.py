@@ -263,8 +263,10 @@ def _check_consumer(consumer: str) -> None:
 
 def _note_failures(connection: Connection) -> None:
     """From here on a statement that fails on this connection leaves a note; asking each time costs more."""
-    if not contains(connection.engine, "handle_error", _note_failure):
-        listen(connection.engine, "handle_error", _note_failure)
+    # Engines with options share the dialect, which is what is listened to in the end. It lives as long as the
+    # listener; of an engine that is gone SQLAlchemy would still know, and take the next one there for it.
+    if not contains(connection.dialect, "handle_error", _note_failure):
+        listen(connection.dialect, "handle_error", _note_failure)
     connection.info.pop(_FAILED, None)
 
 

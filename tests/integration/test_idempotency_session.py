@@ -294,6 +294,22 @@ async def test_objects_that_undone_work_has_added_are_the_sessions_no_more(
     assert await shop.items() == []
 
 
+async def test_objects_that_undone_work_has_taken_out_of_the_session_stay_out(
+    shop: Shop, session: AsyncSession
+) -> None:
+    customer = await ada(session)
+    lamp = customer.orders[0]
+
+    async def work() -> tuple[int, None]:
+        session.expunge(lamp)
+        customer.name = "Eve"
+        await session.flush()
+        raise SOLD_OUT
+
+    assert (await run(shop, session, work)).status == 409
+    assert (customer.name, lamp in session, lamp.item) == ("Ada", False, "lamp")
+
+
 async def test_only_what_was_loaded_is_loaded_again(shop: Shop, session: AsyncSession) -> None:
     await ada(session)
     session.expunge_all()

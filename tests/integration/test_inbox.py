@@ -16,7 +16,7 @@ from sqlalchemy.orm import registry
 
 from oncely import Event, Inbox, InvalidKey, NoTransaction, TransactionEnded
 from oncely.event import uuid7
-from oncely.transaction import is_retryable
+from oncely.transaction import is_retryable, is_unavailable
 from tests.waiting import backend_waits
 
 Sessions = async_sessionmaker[AsyncSession]
@@ -206,6 +206,38 @@ async def test_a_handler_that_ends_its_transaction_is_not_taken_for_done(
     event = paid()
     with pytest.raises(TransactionEnded):
         await inbox.handler(sessions, handle, consumer="billing")(event)
+    assert await booked(sessions) == 0
+    await inbox.handler(sessions, book, consumer="billing")(event)
+    assert await booked(sessions) == 1
+
+
+async def test_an_error_is_noted_once_whatever_engines_with_options_come_and_go(
+    inbox: Inbox, engine: AsyncEngine, driver: str
+) -> None:
+    for _ in range(5):
+        sessions = async_sessionmaker(engine.execution_options())
+        with pytest.raises(TransactionEnded):
+            await inbox.handler(sessions, swallow_the_error_of_a_statement, consumer="billing")(paid())
+    listeners = [listener.__name__ for listener in engine.dialect.dispatch.handle_error]
+    assert listeners.count("_note_failure") == 1
+
+
+async def test_a_server_that_goes_away_before_the_commit_is_not_taken_for_the_works_doing(
+    inbox: Inbox, engine: AsyncEngine, sessions: Sessions, driver: str
+) -> None:
+    async def handle(session: AsyncSession, event: Event) -> None:
+        pid = await session.scalar(text("SELECT pg_backend_pid()"))
+        await book(session, event)
+        with suppress(DBAPIError):
+            async with session.begin_nested():
+                await session.execute(text("SELECT 1 / 0"))
+        async with engine.connect() as other:
+            await other.execute(text("SELECT pg_terminate_backend(:pid, 20000)"), {"pid": pid})
+
+    event = paid()
+    with pytest.raises(DBAPIError) as raised:
+        await inbox.handler(sessions, handle, consumer="billing")(event)
+    assert is_unavailable(raised.value)
     assert await booked(sessions) == 0
     await inbox.handler(sessions, book, consumer="billing")(event)
     assert await booked(sessions) == 1

@@ -293,3 +293,15 @@ async def test_what_got_through_in_an_outage_was_not_tried_and_is_taken_back_fro
     assert await cancel(outbox, sessions, first) is True
     assert payloads(await outbox.relay_once(sessions, publish)) == [2]
     assert [event.payload for event in publish.events] == [1, 2, 2]
+
+
+async def test_a_relay_that_finds_more_locked_events_than_it_looks_at_comes_back_for_them(
+    outbox: Outbox, sessions: Sessions, publish: RecordingPublisher
+) -> None:
+    ids = await emit(outbox, sessions, *range(30))
+    async with sessions() as session:
+        for event_id in ids:
+            assert await outbox.cancel(session, event_id) is True
+        assert await outbox.relay_once(sessions, publish, batch=1) == []
+        await session.rollback()
+    assert payloads(await outbox.relay_once(sessions, publish, batch=100)) == list(range(30))

@@ -29,6 +29,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"dedup_key": "a\0"}, InvalidKey, "dedup_key: a NUL character cannot be stored"),
     ({"dedup_key": "\ud800"}, InvalidKey, "dedup_key: an unpaired surrogate cannot be stored"),
     ({"dedup_key": b"x"}, InvalidKey, "dedup_key must be a str, not bytes"),
+    ({"delay": 30}, TypeError, "delay must be a timedelta, not int"),
+    ({"headers": [("a", "b")]}, TypeError, "headers must be a mapping, not list"),
     ({"delay": timedelta(microseconds=-1)}, ValueError, "delay is below zero: -1 day, 23:59:59.999999"),
     ({"delay": timedelta(days=36_501)}, ValueError, "delay is above 100 years: 36501 days, 0:00:00"),
     ({"delay": timedelta.max}, ValueError, "delay is above 100 years: "),
@@ -65,6 +67,13 @@ async def test_it_is_refused_before_any_sql_and_the_session_goes_on(
         ("after", len(REFUSED)),
         ("before", len(REFUSED)),
     ]
+
+
+async def test_what_is_no_new_event_is_refused_by_its_place(outbox: Outbox, sessions: Sessions) -> None:
+    wrong: Any = {"topic": "t", "payload": 2}
+    async with sessions() as session:
+        with pytest.raises(TypeError, match=r"^events\[1\] must be a NewEvent, not dict$"):
+            await outbox.emit_many(session, [NewEvent("t", 1), wrong])
 
 
 async def test_the_longest_of_everything_is_accepted(

@@ -126,3 +126,10 @@ async def test_an_event_that_was_tried_before_it_left_counts_its_tries_anew(
 async def test_a_time_without_a_zone_is_refused_before_any_sql(outbox: Outbox, sessions: Sessions) -> None:
     with pytest.raises(ValueError, match="since"):
         await republish(outbox, sessions, since=datetime(2026, 1, 1))  # noqa: DTZ001  that is the point
+
+
+async def test_all_of_the_past_is_not_asked_for_by_leaving_the_time_out(
+    outbox: Outbox, sessions: Sessions
+) -> None:
+    with pytest.raises(TypeError, match=r"^since must be a datetime, not NoneType$"):
+        await republish(outbox, sessions, since=None)

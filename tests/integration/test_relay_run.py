@@ -265,6 +265,48 @@ async def test_a_claim_lost_without_notice_is_noticed_when_it_is_settled(
     assert await states(engine) == {"a": "open", "bad": "open"}
 
 
+async def test_a_claim_whose_renewal_finds_its_connection_ended_is_renewed_by_another(
+    driver: str,
+    outbox: Outbox,
+    engine: AsyncEngine,
+    engines: Callable[..., AsyncEngine],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    of_relay = engines(pool_size=1, max_overflow=0)
+    [(pid,)] = await rows(of_relay, "SELECT pg_backend_pid()")
+    await emit(outbox, async_sessionmaker(engine), "a")
+    gate = Gate()
+    working = asyncio.create_task(hasty(outbox, async_sessionmaker(of_relay), gate, lease=LEASE).run_once())
+    await gate.entered.wait()
+    [(first_expiry,)] = await rows(engine, "SELECT expires_at FROM outbox_claims")
+    await rows(engine, "SELECT pg_terminate_backend(:pid, 20000)", pid=pid)
+
+    async def is_renewed() -> bool:
+        return (await rows(engine, "SELECT expires_at FROM outbox_claims")) != [(first_expiry,)]
+
+    await until(is_renewed)
+    gate.opened.set()
+    assert await working == RelayResult(published=1)
+    [warning] = caplog.messages
+    assert warning.startswith("could not renew a claim: ")
+
+
+@pytest.mark.parametrize("when", ["renewed", "settled"])
+async def test_a_table_that_is_dropped_while_it_publishes_ends_it(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, when: str
+) -> None:
+    await emit(outbox, sessions, "a")
+
+    async def publish(events: Sequence[Event]) -> None:
+        await execute(engine, "DROP TABLE outbox_claims")
+        if when == "renewed":
+            await asyncio.Event().wait()
+
+    async with asyncio.timeout(10):
+        with pytest.raises(TablesMissing):
+            await hasty(outbox, sessions, publish, lease=LEASE).run_once()
+
+
 async def test_a_broker_that_is_down_is_shown_and_waited_for(
     outbox: Outbox, sessions: Sessions, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import asyncpg
 import pytest
 from sqlalchemy import Column, Connection, Integer, MetaData, Table, insert, text
-from sqlalchemy.exc import DBAPIError, InternalError
+from sqlalchemy.exc import DBAPIError, InternalError, ProgrammingError
 from sqlalchemy.ext.asyncio import (
     AsyncEngine,
     AsyncSession,
@@ -129,7 +129,26 @@ async def test_a_table_that_is_not_there_is_named(engine: AsyncEngine, sessions:
         await alone(sessions, things, lambda connection: connection.execute(an_insert(things), {"id": 1}))
 
 
+async def test_a_table_of_other_columns_is_no_missing_table(
+    engine: AsyncEngine, sessions: Sessions, things: Table
+) -> None:
+    async with engine.begin() as connection:
+        await connection.execute(text("ALTER TABLE things RENAME id TO number"))
+    update = Statement("UPDATE {things} SET id = :id", {"things": things}, {"id": Integer})
+    async with sessions() as session:
+        with pytest.raises(ProgrammingError, match='column "id" of relation "things" does not exist'):
+            await execute(session, things, update, {"id": 1})
+
+
 # --- our own
+
+
+@pytest.mark.parametrize("own", [transact, alone])
+async def test_a_sessionmaker_that_begins_the_transaction_is_taken_too(
+    engine: AsyncEngine, sessions: Sessions, things: Table, own: Any
+) -> None:
+    await own(sessions.begin, things, lambda connection: connection.execute(an_insert(things), {"id": 1}))
+    assert await rows(engine, "SELECT id FROM things") == [(1,)]
 
 
 @pytest.mark.parametrize("isolation", [None, "AUTOCOMMIT", "REPEATABLE READ", "SERIALIZABLE"])

@@ -1,4 +1,4 @@
-"""Work that is carried to its end although whoever waits for it is cancelled."""
+"""Work that is carried to its end although whoever waits for it is cancelled, and work that is not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import timedelta
 import anyio
 import pytest
 
-from oncely.loop import complete
+from oncely.loop import complete, within
 
 PATIENCE = timedelta(seconds=20)
 
@@ -131,3 +131,54 @@ async def test_no_task_is_left_behind() -> None:
     await test_cancelled_it_waits_for_the_end_and_undoes_it_however_often_it_was_cancelled(2)
     await test_without_patience_left_the_work_is_cancelled()
     assert asyncio.all_tasks() == before
+
+
+async def test_within_a_limit_it_is_the_work() -> None:
+    work = Work()
+    work.may_end.set()
+    assert await within(work(), PATIENCE) == 7
+
+
+async def test_over_the_limit_the_work_is_cancelled() -> None:
+    work = Work()
+    with pytest.raises(TimeoutError, match=r"^no answer within 0:00:00.001000$"):
+        await within(work(), timedelta(milliseconds=1))
+    assert work.happened == ["work was cancelled"]
+
+
+async def test_over_the_limit_it_is_cancelled_until_it_lets_go() -> None:
+    cancelled = []
+
+    async def deaf() -> None:
+        while len(cancelled) < 3:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(True)
+        raise asyncio.CancelledError
+
+    with pytest.raises(TimeoutError):
+        await within(deaf(), timedelta(milliseconds=1))
+    assert len(cancelled) == 3
+
+
+async def test_an_answer_that_comes_in_the_very_moment_counts() -> None:
+    async def just_then() -> int:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return 7
+        raise AssertionError
+
+    assert await within(just_then(), timedelta(milliseconds=1)) == 7
+
+
+async def test_an_error_that_comes_in_the_very_moment_goes_on() -> None:
+    async def just_then() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        await within(just_then(), timedelta(milliseconds=1))

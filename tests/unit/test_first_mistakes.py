@@ -15,6 +15,8 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_asyn
 from sqlalchemy.orm import scoped_session, sessionmaker
 
 from oncely import Effects, Event, IdempotencyKeys, Inbox, Outbox, Relay, Retention, Worker
+from oncely.arguments import check_takes
+from oncely.extras import needs
 from oncely.fastapi import idempotent_route
 from oncely.streams import StreamConsumer, stream_publisher
 from oncely.telemetry import Gauges
@@ -110,6 +112,17 @@ def test_a_handler_with_a_session_is_refused_and_the_inbox_named() -> None:
         "a handler is called with (event): missing a required argument: 'event'; "
         "inbox.handler(sessionmaker, handle, consumer=…) makes a handler of handle(session, event)"
     )
+
+
+def test_what_shows_no_signature_is_taken_at_its_word() -> None:
+    check_takes(max, "a handler", "event")
+
+
+def test_an_extra_that_is_not_installed_is_named() -> None:
+    with pytest.raises(ModuleNotFoundError) as raised:
+        needs("redis", "asyncio", "absent_of_oncely")
+    assert str(raised.value) == "No module named 'absent_of_oncely': pip install 'oncely[redis]'"
+    assert raised.value.name == "absent_of_oncely"
 
 
 def test_a_handler_of_the_inbox_without_a_session_is_refused() -> None:

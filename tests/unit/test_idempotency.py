@@ -53,6 +53,11 @@ def test_parts_do_not_run_together() -> None:
     assert len(distinct) == 7
 
 
+def test_a_part_of_a_fingerprint_is_text_or_bytes() -> None:
+    with pytest.raises(TypeError, match=r"^fingerprint takes str and bytes; part 1 is int$"):
+        fingerprint("order", 7)  # type: ignore[arg-type]  # that is the mistake
+
+
 def test_a_fingerprint_takes_text_that_has_no_utf_8() -> None:
     assert fingerprint("\ud800") != fingerprint("\ud801")
 

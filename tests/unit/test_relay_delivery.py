@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 from datetime import timedelta
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 
@@ -167,6 +167,32 @@ async def test_a_publisher_that_sent_nothing_and_blames_nobody_is_away() -> None
     await courier(publish).deliver(batch)
     assert isinstance(batch.outage, PublishFailed)
     assert outcome(batch) == {"a": "open", "b": "open"}
+
+
+@pytest.mark.parametrize("named", [{}, {uuid4(): ValueError("whose?")}])
+async def test_a_publisher_that_names_none_of_the_batch_has_sent_nothing_for_certain(
+    named: dict[UUID, Exception],
+) -> None:
+    async def publish(events: Sequence[Event]) -> None:
+        raise PublishFailed(named)
+
+    batch = delivery(event("a"), event("b"))
+    await courier(publish).deliver(batch)
+    assert isinstance(batch.outage, PublishFailed)
+    assert outcome(batch) == {"a": "open", "b": "open"}
+
+
+async def test_one_by_one_an_event_that_was_left_unsent_is_no_event_that_failed() -> None:
+    async def publish(events: Sequence[Event]) -> None:
+        if len(events) > 1:
+            raise ValueError("one of them is bad")
+        if events[0].payload == "unsent":
+            raise PublishFailed({}, [events[0].id])
+
+    batch = delivery(event("a"), event("unsent"))
+    await courier(publish).deliver(batch)
+    assert isinstance(batch.outage, PublishFailed)
+    assert outcome(batch) == {"a": "published", "unsent": "open"}
 
 
 async def test_an_outage_reported_event_by_event_counts_against_nobody() -> None:

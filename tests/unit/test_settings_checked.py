@@ -108,6 +108,12 @@ def test_what_a_relay_is_made_of(settings: dict[str, Any], message: str) -> None
 
 
 @pytest.mark.parametrize("make", [Outbox, Inbox])
+def test_a_table_has_a_metadata(make: Callable[..., object]) -> None:
+    with pytest.raises(TypeError, match=r"^metadata must be a MetaData \(Base.metadata, say\), not None$"):
+        make(None)
+
+
+@pytest.mark.parametrize("make", [Outbox, Inbox])
 def test_a_table_has_a_name(make: Callable[..., object]) -> None:
     with pytest.raises(TypeError, match=r"^table_name must be a str, not int$"):
         make(MetaData(), table_name=5)

@@ -99,6 +99,11 @@ def test_what_is_no_plain_https_address_is_refused_without_being_quoted(url: str
     assert "secret" not in str(refused.value)
 
 
+def test_an_address_is_text() -> None:
+    with pytest.raises(ValueError, match=r"^url must be a str, not bytes$"):
+        Destination.parse(b"https://a.example/secret")  # type: ignore[arg-type]  # that is the mistake
+
+
 def test_an_address_may_have_2048_bytes() -> None:
     url = "https://a.example/" + "x" * 2030
     assert (len(url), Destination.parse(url).url) == (2048, url)

@@ -9,7 +9,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -176,6 +176,24 @@ def test_a_signature_that_covers_too_little_is_refused_though_it_is_genuine() ->
         signer.sign(request, key_id="k", tag="webhook", covered_component_ids=covered, body=body)
         with pytest.raises(SignatureInvalid, match="mismatch"):
             VERIFIER.verify("POST", URL, request.headers, BODY)
+
+
+def test_of_two_signatures_of_one_tag_nobody_can_say_which_counts() -> None:
+    fields = signed()
+    for name in ("Signature", "Signature-Input"):
+        fields[name] += ", " + fields[name].replace("webhook=", "other=", 1)
+    with pytest.raises(SignatureInvalid, match="malformed"):
+        VERIFIER.verify("POST", URL, fields, BODY)
+
+
+def test_a_signature_is_valid_for_a_second_or_more() -> None:
+    with pytest.raises(ValueError, match=r"^valid_for must be a second or more, not 0:00:00.900000$"):
+        HttpSignatures(PRIVATE, key_id="k", valid_for=timedelta(milliseconds=900))
+
+
+def test_a_tolerance_is_positive() -> None:
+    with pytest.raises(ValueError, match=r"^tolerance must be positive, not 0:00:00$"):
+        HttpSignaturesVerifier({"k": PUBLIC}, tolerance=timedelta(0))
 
 
 def test_another_key_of_that_name_is_refused() -> None:
