@@ -147,7 +147,7 @@ async def test_over_the_limit_the_work_is_cancelled() -> None:
 
 
 async def test_over_the_limit_it_is_cancelled_until_it_lets_go() -> None:
-    cancelled = []
+    cancelled: list[bool] = []
 
     async def deaf() -> None:
         while len(cancelled) < 3:
