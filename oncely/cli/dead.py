@@ -168,17 +168,7 @@ def replay(
     what was then done. It may be less, when others were quicker.
     """
     chosen = _chosen(ids, topic, error, after, before)
-    _change(
-        place,
-        chosen,
-        everything=all_,
-        limit=limit,
-        yes=yes,
-        json=json,
-        will="will be sent again",
-        was="sent again",
-        to_discard=False,
-    )
+    _change(place, chosen, _REPLAY, everything=all_, limit=limit, yes=yes, json=json)
 
 
 @dead.command()
@@ -202,17 +192,7 @@ def discard(
     --json as in replay.
     """
     chosen = _chosen(ids, topic, error, after, before)
-    _change(
-        place,
-        chosen,
-        everything=all_,
-        limit=limit,
-        yes=yes,
-        json=json,
-        will="will be given up, for good",
-        was="given up",
-        to_discard=True,
-    )
+    _change(place, chosen, _DISCARD, everything=all_, limit=limit, yes=yes, json=json)
 
 
 def _chosen(
@@ -227,17 +207,19 @@ def _chosen(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    will: str
+    was: str
+    to_discard: bool
+
+
+_REPLAY = _Decision("will be sent again", "sent again", to_discard=False)
+_DISCARD = _Decision("will be given up, for good", "given up", to_discard=True)
+
+
 def _change(
-    place: Place,
-    chosen: Chosen,
-    *,
-    everything: bool,
-    limit: int,
-    yes: bool,
-    json: bool,
-    will: str,
-    was: str,
-    to_discard: bool,
+    place: Place, chosen: Chosen, decision: _Decision, *, everything: bool, limit: int, yes: bool, json: bool
 ) -> None:
     if chosen.is_everything and not everything:
         raise Failure(
@@ -249,22 +231,24 @@ def _change(
             changes: list[_Change] = []
             left = limit
             for letters in letters_of(rooms, group=place.group):
-                if left and (found := await letters.ids(chosen, left, to_discard=to_discard)):
+                if left and (found := await letters.ids(chosen, left, to_discard=decision.to_discard)):
                     changes.append(_Change(letters, found))
                     left -= len(found)
             if changes:
                 by_room = ", ".join(f"{change.letters.name} {len(change.ids):,}" for change in changes)
                 more = "" if left else "; there may be more, see --limit"
-                confirm(f"{_number(limit - left)} {will} ({by_room}{more}).", yes=yes)
+                confirm(f"{_number(limit - left)} {decision.will} ({by_room}{more}).", yes=yes)
             try:
                 for change in changes:
                     for at in range(0, len(change.ids), BATCH):
                         batch = change.ids[at : at + BATCH]
                         change.done += await (
-                            change.letters.discard(batch) if to_discard else change.letters.replay(batch)
+                            change.letters.discard(batch)
+                            if decision.to_discard
+                            else change.letters.replay(batch)
                         )
             finally:  # also when a database goes away half-way: what was done is done
-                _print_changes(changes, was=was, json=json)
+                _print_changes(changes, was=decision.was, json=json)
         if chosen.ids is not None:
             _complain(chosen.ids, [each for change in changes for each in change.ids])
 

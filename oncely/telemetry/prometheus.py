@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from typing import TypeVar
 
+from oncely.arguments import check_count
 from oncely.extras import needs
 
 needs("prometheus", "prometheus_client")
@@ -53,6 +54,7 @@ class MetricsServer:
     waits_for = None
 
     def __init__(self, port: int, *, host: str = "0.0.0.0", registry: CollectorRegistry = REGISTRY) -> None:  # noqa: S104  to be scraped
+        check_count(port, "port", least=0, most=65_535)
         self.port = port
         self.host = host
         self.registry = registry

@@ -203,7 +203,7 @@ def test_the_alembic_command_makes_the_tables_through_an_async_engine(
         ended = subprocess.run(
             command,
             cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(tmp_path)},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
             capture_output=True,
             text=True,
             check=False,

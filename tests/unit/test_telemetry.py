@@ -30,7 +30,7 @@ from oncely.telemetry.logging import LoggingObserver
 from oncely.telemetry.metrics import METRICS
 from oncely.telemetry.observer import guarded
 from oncely.telemetry.opentelemetry import OpenTelemetryObserver
-from oncely.telemetry.prometheus import PrometheusObserver
+from oncely.telemetry.prometheus import MetricsServer, PrometheusObserver
 from oncely.testing import OBSERVER_CHECKS, RecordingObserver
 from tests.telemetry import RECORDS, Recorder, a_record, table
 
@@ -50,6 +50,12 @@ def test_labels_to_leave_out_are_labels(make: Callable[..., object]) -> None:
         make(without="topic")
     with pytest.raises(ValueError, match=r"^no metric has a label topics, types$"):
         make(without=["topics", "topic", "types"])
+
+
+@pytest.mark.parametrize("port", [-1, 65_536])
+def test_metrics_are_shown_at_a_port_that_there_can_be(port: int) -> None:
+    with pytest.raises(ValueError, match=r"^port must be "):
+        MetricsServer(port)
 
 
 def test_every_record_is_in_the_window_and_in_the_union() -> None:
@@ -353,7 +359,7 @@ def test_of_several_processes_prometheus_shows_the_last_look(tmp_path: Path) -> 
 import sys
 from datetime import timedelta
 from oncely.telemetry import OutboxMeasured
-from oncely.telemetry.prometheus import PrometheusObserver
+from oncely.telemetry.prometheus import MetricsServer, PrometheusObserver
 none = dict.fromkeys(("ready", "deferred", "in_flight", "retrying", "dead"), 0)
 PrometheusObserver()(OutboxMeasured(outbox="outbox", lag=timedelta(seconds=int(sys.argv[1])), **none))
 """
