@@ -104,10 +104,7 @@ class Chooser:
             return None
         (_, facts, *_), *found = rows
         return Choice(
-            events=[
-                Event.from_json(event_id, topic, payload, headers, key, created_at, attempt)
-                for event_id, topic, payload, headers, key, created_at, attempt, _ in found
-            ],
+            events=Event.from_rows(found),
             facts=Facts(**decode_json(facts)),
             repeated=bool(parameters["locked_ids"]),
         )
