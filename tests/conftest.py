@@ -18,8 +18,12 @@ from redis.asyncio import Redis
 from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
+from oncely import Outbox
 from oncely.testing import EmbeddedPostgres, EmbeddedValkey
 from tests.database import Database
+from tests.web import Web
+from tests.webhooks import Endpoint, endpoint
+from tests.wire import Wire
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or the processes of tests would be deaf to it
@@ -164,3 +168,32 @@ async def stream(redis: Redis) -> AsyncIterator[str]:
     left = [key async for key in redis.scan_iter(match=f"{name}*")]
     if left:
         await redis.delete(*left)
+
+
+@pytest.fixture
+async def outbox(engine: AsyncEngine, metadata: MetaData) -> Outbox:
+    """An outbox of default settings, its tables made and empty."""
+    outbox = Outbox(metadata)
+    async with engine.begin() as connection:
+        await connection.run_sync(metadata.create_all)
+    return outbox
+
+
+@pytest.fixture
+async def web(engine: AsyncEngine) -> Web:
+    """A shop whose routes are guarded, its tables made and empty."""
+    return await Web.open(engine)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Endpoint]:
+    """An endpoint for webhooks."""
+    async with endpoint() as server:
+        yield server
+
+
+@pytest.fixture
+async def wire(database: Database) -> AsyncIterator[Wire]:
+    """A wire to the test's database, that can be cut."""
+    async with Wire.to_postgres(database.url) as wire:
+        yield wire

@@ -33,6 +33,7 @@ __all__ = [
     "calling",
     "claim",
     "claiming_is_held_up",
+    "claims",
     "drained",
     "emit",
     "execute",
@@ -220,3 +221,8 @@ async def claiming_is_held_up(engine: AsyncEngine) -> AsyncIterator[AsyncConnect
         lock = "SELECT pg_advisory_xact_lock(1869505381, 'outbox_claims'::regclass::oid::int4)"
         await other.execute(text(lock))
         yield other
+
+
+async def claims(engine: AsyncEngine) -> int:
+    [(count,)] = await rows(engine, "SELECT count(*) FROM outbox_claims")
+    return int(count)

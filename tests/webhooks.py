@@ -38,6 +38,7 @@ from oncely.webhooks import (
     WebhookSender,
     WebhookWorker,
 )
+from tests.outboxes import execute
 
 __all__ = [
     "KEY",
@@ -198,12 +199,6 @@ async def enqueue(
     fields = {"key": "k", "caller": "shop", "type": "order.paid"} | fields
     async with sessions.begin() as session:
         return await webhooks.enqueue(session, url, body, **fields)
-
-
-async def execute(engine: AsyncEngine, sql: str, **parameters: object) -> None:
-    """Commit a statement that no part of oncely sends."""
-    async with engine.begin() as connection:
-        await connection.execute(text(sql), parameters)
 
 
 async def rows(engine: AsyncEngine, columns: str = "state, attempts, last_error") -> list[tuple[Any, ...]]:

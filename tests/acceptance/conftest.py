@@ -1,10 +1,14 @@
-"""How long it took until all went on after a fault: the tests measure it, `make faults` shows it."""
+"""The line as it is looked at, and what `make faults` shows: how long it took until all went on again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
+from redis.asyncio import Redis
+from sqlalchemy.ext.asyncio import AsyncEngine
+
+from tests.acceptance.line import Line
 
 
 @pytest.fixture
@@ -15,6 +19,14 @@ def recovered(record_property: Callable[[str, object], None]) -> Callable[[str, 
         record_property("recovered", [fault, seconds])
 
     return note
+
+
+@pytest.fixture
+async def beside(engine: AsyncEngine, redis: Redis, stream: str) -> Line:
+    """The line as it is seen from beside the wires."""
+    line = Line(engine, redis, stream)
+    await line.begin()
+    return line
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

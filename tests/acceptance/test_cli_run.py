@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from httpx import AsyncClient, ConnectError
 from redis.asyncio import Redis
-from sqlalchemy import MetaData
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import Outbox
 from tests.acceptance.worker_process import GROUP
@@ -21,14 +19,6 @@ from tests.outboxes import Sessions, emit
 from tests.waiting import until
 
 TARGET = "tests.acceptance.worker_process:from_environment"
-
-
-@pytest.fixture
-async def outbox(engine: AsyncEngine, metadata: MetaData) -> Outbox:
-    outbox = Outbox(metadata)
-    async with engine.begin() as connection:
-        await connection.run_sync(metadata.create_all)
-    return outbox
 
 
 @pytest.fixture

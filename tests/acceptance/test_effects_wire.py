@@ -21,12 +21,6 @@ from tests.wire import Wire
 
 
 @pytest.fixture
-async def wire(database: Database) -> AsyncIterator[Wire]:
-    async with Wire.to_postgres(database.url) as wire:
-        yield wire
-
-
-@pytest.fixture
 async def far(wire: Wire, database: Database) -> AsyncIterator[AsyncEngine]:
     """An engine at the other end of the wire."""
     engine = Database(wire.url, database.schema).engine()

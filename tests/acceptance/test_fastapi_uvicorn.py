@@ -13,16 +13,10 @@ from pathlib import Path
 
 import pytest
 from httpx import AsyncClient, AsyncHTTPTransport, Response, TransportError
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tests.database import Database
 from tests.waiting import until
 from tests.web import KEY, Web
-
-
-@pytest.fixture
-async def web(engine: AsyncEngine) -> Web:
-    return await Web.open(engine)
 
 
 @asynccontextmanager

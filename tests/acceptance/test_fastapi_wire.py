@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
-import pytest
 from fastapi import FastAPI, Request, Response
 from sqlalchemy import event
-from sqlalchemy.ext.asyncio import AsyncEngine
 from starlette.middleware.base import BaseHTTPMiddleware
 
 from oncely.fastapi import IdempotentSession
@@ -17,17 +14,6 @@ from tests.database import Database
 from tests.waiting import until
 from tests.web import KEY, Order, Web, client_of
 from tests.wire import Wire
-
-
-@pytest.fixture
-async def web(engine: AsyncEngine) -> Web:
-    return await Web.open(engine)
-
-
-@pytest.fixture
-async def wire(database: Database) -> AsyncIterator[Wire]:
-    async with Wire.to_postgres(database.url) as wire:
-        yield wire
 
 
 async def test_a_commit_whose_confirmation_is_lost_is_a_500_and_a_retry_gets_its_answer(

@@ -24,14 +24,6 @@ pytestmark = [pytest.mark.faults, pytest.mark.in_schema]
 Recovered = Callable[[str, float], None]
 
 
-@pytest.fixture
-async def beside(engine: AsyncEngine, redis: Redis, stream: str) -> Line:
-    """The line as it is seen from beside, with connections that no fault touches."""
-    line = Line(engine, redis, stream)
-    await line.begin()
-    return line
-
-
 async def test_backends_that_are_terminated_again_and_again_lose_and_double_nothing(
     driver: str, beside: Line, database: Database, recovered: Recovered
 ) -> None:

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 from redis.asyncio import Redis
-from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely.streams import publisher, scripts
 from oncely.testing import EmbeddedValkey, Steps
@@ -45,14 +44,6 @@ async def to_postgres(database: Database) -> AsyncIterator[Wire]:
 async def to_redis(valkey: EmbeddedValkey) -> AsyncIterator[Wire]:
     async with Wire.to_socket(valkey.socket_path) as wire:
         yield wire
-
-
-@pytest.fixture
-async def beside(engine: AsyncEngine, redis: Redis, stream: str) -> Line:
-    """The line as it is seen from beside the wires."""
-    line = Line(engine, redis, stream)
-    await line.begin()
-    return line
 
 
 def once(step: str, cut: Callable[[], object]) -> Steps:

@@ -55,14 +55,6 @@ async def engine(pooler: EmbeddedPgBouncer, driver: str, database_name: str) -> 
     await engine.dispose()
 
 
-@pytest.fixture
-async def outbox(engine: AsyncEngine, metadata: MetaData) -> Outbox:
-    outbox = Outbox(metadata)
-    async with engine.begin() as connection:
-        await connection.run_sync(metadata.create_all)
-    return outbox
-
-
 async def test_transactions_of_one_connection_run_in_several_sessions(engine: AsyncEngine) -> None:
     """Or nothing here would prove anything."""
     async with engine.connect() as connection:

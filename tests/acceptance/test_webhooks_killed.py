@@ -29,7 +29,6 @@ from tests.webhooks import (
     Received,
     Sessions,
     authority_file,
-    endpoint,
     enqueue,
     execute,
     make_webhooks,
@@ -48,12 +47,6 @@ LEASE = timedelta(seconds=30)
 async def webhooks(engine: AsyncEngine, metadata: MetaData) -> Webhooks:
     Inbox(metadata)
     return await make_webhooks(engine, metadata=metadata)
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Endpoint]:
-    async with endpoint() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

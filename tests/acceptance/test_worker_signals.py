@@ -9,25 +9,16 @@ from typing import Any
 
 import pytest
 from redis.asyncio import Redis
-from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import Outbox
 from tests.acceptance.worker_process import GROUP
 from tests.acceptance.workers import Process, process
 from tests.database import Database
-from tests.outboxes import Sessions, emit, rows
+from tests.outboxes import Sessions, claims, emit, rows
 from tests.waiting import until
 
 Start = Callable[..., AbstractAsyncContextManager[Process]]
-
-
-@pytest.fixture
-async def outbox(engine: AsyncEngine, metadata: MetaData) -> Outbox:
-    outbox = Outbox(metadata)
-    async with engine.begin() as connection:
-        await connection.run_sync(metadata.create_all)
-    return outbox
 
 
 @pytest.fixture
@@ -49,11 +40,6 @@ async def states(engine: AsyncEngine) -> list[Any]:
     return await rows(
         engine, "SELECT payload, published_at IS NOT NULL, attempts FROM outbox ORDER BY position"
     )
-
-
-async def claims(engine: AsyncEngine) -> int:
-    [(count,)] = await rows(engine, "SELECT count(*) FROM outbox_claims")
-    return int(count)
 
 
 async def pending(redis: Redis, stream: str) -> list[int]:

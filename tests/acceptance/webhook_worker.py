@@ -1,6 +1,7 @@
 """A process that sends webhooks until it is stopped, or killed, maybe by itself at a named step.
 
-Arguments: database URL, schema, authority file; `main` is run by `tests.forks` too.
+Arguments: database URL, schema, authority file, then a step to die at and the seconds from poll to poll;
+`main` is run by `tests.forks` too.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ async def here(host: str, port: int) -> Sequence[str]:
     return ["127.0.0.1"]
 
 
-def make(url: str, schema: str, authority: str, point: str | None = None) -> WebhookWorker:
+def make(url: str, schema: str, authority: str, point: str = "", poll: str = "0.05") -> WebhookWorker:
     warnings.simplefilter("ignore")
     engine = Database(url, schema).engine()
-    if point is not None:
+    if point:
         crash_at(point).watch(engine)
     context = ssl.create_default_context(cafile=authority)
     transport = PinnedTransport(lookup=here, ssl_context=context, allow_private=True)
@@ -38,7 +39,7 @@ def make(url: str, schema: str, authority: str, point: str | None = None) -> Web
         webhooks,
         async_sessionmaker(engine),
         sender=WebhookSender(StandardWebhooks(SECRET), transport=transport),
-        poll_interval=timedelta(milliseconds=50),
+        poll_interval=timedelta(seconds=float(poll)),
     )
 
 

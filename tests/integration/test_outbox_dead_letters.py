@@ -23,11 +23,6 @@ pytestmark = pytest.mark.in_schema
 HOUR = timedelta(hours=1)
 
 
-@pytest.fixture
-def parking(outbox: Outbox) -> Outbox:
-    return Outbox(MetaData(), on_dead="park")
-
-
 async def die(
     outbox: Outbox, sessions: Sessions, *names: str, error: str = "ValueError: no", **f: Any
 ) -> Any:

@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely import Outbox
@@ -17,11 +16,6 @@ from tests.outboxes import Sessions, claim, emit, execute, expire_claims, fail
 pytestmark = pytest.mark.in_schema
 
 HOUR = timedelta(hours=1)
-
-
-@pytest.fixture
-def parking(outbox: Outbox) -> Outbox:
-    return Outbox(MetaData(), on_dead="park")
 
 
 async def lag(outbox: Outbox, sessions: Sessions) -> float:

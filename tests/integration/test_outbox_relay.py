@@ -13,14 +13,9 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely import ClaimLost, Event, Outbox, PublishFailed
 from oncely.testing import RecordingPublisher
-from tests.outboxes import Gate, Refusing, Sessions, emit, expire_claims, payloads, rows, states
+from tests.outboxes import Gate, Refusing, Sessions, claims, emit, expire_claims, payloads, rows, states
 
 pytestmark = pytest.mark.in_schema
-
-
-async def claims(engine: AsyncEngine) -> int:
-    [(count,)] = await rows(engine, "SELECT count(*) FROM outbox_claims")
-    return int(count)
 
 
 # --- what it does

@@ -23,14 +23,6 @@ EVENTS = 150
 EMPTY = OutboxStats(ready=0, deferred=0, in_flight=0, retrying=0, dead=0, lag_seconds=0.0)
 
 
-@pytest.fixture
-async def outbox(engine: AsyncEngine, metadata: MetaData) -> Outbox:
-    outbox = Outbox(metadata)
-    async with engine.begin() as connection:
-        await connection.run_sync(metadata.create_all)
-    return outbox
-
-
 async def stats(outbox: Outbox, sessions: Sessions, **settings: int) -> OutboxStats:
     async with sessions() as session:
         return await outbox.stats(session, **settings)

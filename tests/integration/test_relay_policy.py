@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import MetaData, event
+from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from oncely import Event, Outbox, PublishFailed, Reject, RelayResult
@@ -21,14 +21,6 @@ from tests.waiting import until
 pytestmark = pytest.mark.in_schema
 
 LATER = Backoff(first=timedelta(hours=1), maximum=timedelta(hours=4), jitter=0)
-
-
-@pytest.fixture
-async def outbox(engine: AsyncEngine, metadata: MetaData) -> Outbox:
-    outbox = Outbox(metadata)
-    async with engine.begin() as connection:
-        await connection.run_sync(metadata.create_all)
-    return outbox
 
 
 async def test_a_pass_says_what_became_of_what_it_claimed(

@@ -16,7 +16,7 @@ from sqlalchemy.pool import NullPool
 from oncely import Event, Outbox, Relay, RelayResult, TablesMissing
 from oncely.testing import RecordingPublisher
 from tests.database import Database
-from tests.outboxes import Gate, Sessions, emit, execute, payloads, rows, states
+from tests.outboxes import Gate, Sessions, claims, emit, execute, payloads, rows, states
 from tests.relays import Broker, hasty, running
 from tests.waiting import backend_waits, until
 
@@ -24,19 +24,6 @@ pytestmark = pytest.mark.in_schema
 
 SHORT = timedelta(milliseconds=60)
 LEASE = timedelta(milliseconds=600)
-
-
-@pytest.fixture
-async def outbox(engine: AsyncEngine, metadata: MetaData) -> Outbox:
-    outbox = Outbox(metadata)
-    async with engine.begin() as connection:
-        await connection.run_sync(metadata.create_all)
-    return outbox
-
-
-async def claims(engine: AsyncEngine) -> int:
-    [(count,)] = await rows(engine, "SELECT count(*) FROM outbox_claims")
-    return int(count)
 
 
 async def test_it_moves_everything_and_stops_when_told(

@@ -8,7 +8,6 @@ from dataclasses import replace
 from datetime import timedelta
 
 import pytest
-from sqlalchemy import MetaData
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
 from oncely import Event, Outbox, RelayResult
@@ -22,20 +21,6 @@ from tests.wire import Wire
 pytestmark = pytest.mark.in_schema
 
 QUICK = {"database_timeout": timedelta(milliseconds=300), "lease": timedelta(seconds=20)}
-
-
-@pytest.fixture
-async def outbox(engine: AsyncEngine, metadata: MetaData) -> Outbox:
-    outbox = Outbox(metadata)
-    async with engine.begin() as connection:
-        await connection.run_sync(metadata.create_all)
-    return outbox
-
-
-@pytest.fixture
-async def wire(database: Database) -> AsyncIterator[Wire]:
-    async with Wire.to_postgres(database.url) as wire:
-        yield wire
 
 
 @pytest.fixture

@@ -27,14 +27,6 @@ HOUR = timedelta(hours=1)
 NOW = timedelta(0)
 
 
-@pytest.fixture
-async def outbox(engine: AsyncEngine, metadata: MetaData) -> Outbox:
-    outbox = Outbox(metadata)
-    async with engine.begin() as connection:
-        await connection.run_sync(metadata.create_all)
-    return outbox
-
-
 async def publish_all(engine: AsyncEngine, *, ago: timedelta = HOUR) -> None:
     """Mark all that is open as published so long ago."""
     sql = (

@@ -36,11 +36,6 @@ NOTHING = timedelta(0)
 MOMENT = Backoff(first=timedelta(milliseconds=1), maximum=timedelta(milliseconds=1), jitter=0)
 
 
-@pytest.fixture
-def observer() -> Recorder:
-    return Recorder()
-
-
 async def test_each_is_looked_at_once_by_one_statement_or_two(
     engine: AsyncEngine,
     sessions: Sessions,

@@ -37,11 +37,6 @@ SECOND = timedelta(seconds=1)
 
 
 @pytest.fixture
-def observer() -> Recorder:
-    return Recorder()
-
-
-@pytest.fixture
 async def outbox(engine: AsyncEngine, metadata: MetaData, observer: Recorder) -> Outbox:
     outbox = Outbox(metadata, observer=observer)
     async with engine.begin() as connection:

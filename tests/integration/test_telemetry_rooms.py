@@ -62,11 +62,6 @@ pytestmark = pytest.mark.in_schema
 NOW = timedelta(0)
 
 
-@pytest.fixture
-def observer() -> Recorder:
-    return Recorder()
-
-
 async def create(engine: AsyncEngine, metadata: MetaData) -> None:
     async with engine.begin() as connection:
         await connection.run_sync(metadata.create_all)

@@ -26,14 +26,6 @@ pytestmark = pytest.mark.in_schema
 NEVER = timedelta(hours=1)
 
 
-@pytest.fixture
-async def outbox(engine: AsyncEngine, metadata: MetaData) -> Outbox:
-    outbox = Outbox(metadata)
-    async with engine.begin() as connection:
-        await connection.run_sync(metadata.create_all)
-    return outbox
-
-
 @asynccontextmanager
 async def listening(
     outbox: Outbox, sessions: Sessions, *, url: str | None = None, keepalive: timedelta = NEVER
