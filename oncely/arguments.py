@@ -84,8 +84,8 @@ def check_callable(value: object, what: str) -> None:
 def check_kind(value: object, kind: type, what: str) -> None:
     """Raise unless this is an instance of `kind`."""
     if not isinstance(value, kind):
-        article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        raise TypeError(f"{what} must be {article} {kind.__name__}, not {type(value).__name__}")
+        article = "" if kind is bytes else "an " if kind.__name__[0] in "AEIOU" else "a "
+        raise TypeError(f"{what} must be {article}{kind.__name__}, not {type(value).__name__}")
 
 
 def check_name(value: object, what: str) -> None:
@@ -115,8 +115,7 @@ def check_wait(value: object, what: str) -> None:
 
 def check_backoff(value: object, what: str) -> None:
     """Raise unless this is a Backoff: another thing would be found out at the first failure."""
-    if not isinstance(value, Backoff):
-        raise TypeError(f"{what} must be a Backoff, not {type(value).__name__}")
+    check_kind(value, Backoff, what)
 
 
 def check_count(value: object, what: str, *, least: int = 1, most: int | None = MOST) -> None:

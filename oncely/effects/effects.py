@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from datetime import timedelta
 from typing import Any, Concatenate, ParamSpec
 
@@ -48,13 +48,14 @@ class Effects(TableStore):
         *,
         stale_after: timedelta,
         sessionmaker: Sessionmaker | AsyncEngine | None = None,
-        failed_on: tuple[type[Exception], ...] = (),
+        failed_on: Iterable[type[Exception]] = (),
         redact: Callable[[BaseException], str] = str,
         table_name: str = "effects",
         schema: str | None = None,
         observer: Observer | None = None,
     ) -> None:
-        check_kind(failed_on, tuple, "failed_on")
+        check_kind(failed_on, Iterable, "failed_on")
+        failed_on = tuple(failed_on)
         for type_ in failed_on:
             check_kind(type_, type, "each of failed_on")
             if not issubclass(type_, Exception):

@@ -53,7 +53,7 @@ class WebhookSender:
     """Sends webhooks that `signer` signs. Senders that sign differently may share a transport."""
 
     def __init__(self, signer: Signer, *, transport: PinnedTransport | None = None) -> None:
-        check_callable(getattr(signer, "sign", signer), "signer.sign")
+        check_callable(getattr(signer, "sign", None), "signer.sign")
         if transport is not None:
             check_kind(transport, PinnedTransport, "transport")
         self.signer = signer

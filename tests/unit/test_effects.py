@@ -107,6 +107,10 @@ def test_failed_on_takes_exceptions_only() -> None:
         unbound(failed_on=(asyncio.CancelledError,))
 
 
+def test_failed_on_may_be_a_list() -> None:
+    assert unbound(failed_on=[OSError])._policy.failed_on == (EffectFailed, OSError)
+
+
 async def test_a_call_does_not_end_as_pending() -> None:
     with pytest.raises(ValueError, match="pending"):
         await unbound().finish("k", "t", Status.PENDING)
