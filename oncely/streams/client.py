@@ -80,7 +80,7 @@ async def execute(redis: Client, command: str, *words: str | bytes | int) -> Any
                     raise asyncio.CancelledError
                 return reply
             except ResponseError as error:
-                if is_demoted(str(error)):
+                if is_demoted(error):
                     await leave_demoted(redis)
                 raise
             except ConnectionError:

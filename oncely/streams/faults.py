@@ -10,12 +10,14 @@ import re
 from redis.exceptions import (
     ClusterError,
     ConnectionError,  # noqa: A004  Redis's own, no OSError
+    MasterDownError,
     OutOfMemoryError,
     ReadOnlyError,
     RedisClusterException,
     RedisError,
     ResponseError,
     TimeoutError,  # noqa: A004  Redis's own, no OSError
+    TryAgainError,
 )
 
 __all__ = ["BROKER_ERRORS", "code_word", "is_demoted", "is_lost_group", "is_outage"]
@@ -29,6 +31,7 @@ _AWAY = (
     OSError,
     ReadOnlyError,
     OutOfMemoryError,
+    TryAgainError,
     ClusterError,
     RedisClusterException,
 )
@@ -53,9 +56,14 @@ def is_outage(error: BaseException) -> bool:
     return isinstance(error, ResponseError) and code_word(str(error)) in _AWAY_WORDS
 
 
-def is_demoted(text: str) -> bool:
-    """Whether the server says that it is a replica: it was the master before, or nobody would write to it."""
-    return code_word(text) in ("READONLY", "MASTERDOWN")
+def is_demoted(error: ResponseError | str) -> bool:
+    """Whether the server says that it is a replica: it was the master before, or nobody would write to it.
+
+    By an error, or by the text of one that a script has passed on.
+    """
+    if isinstance(error, (ReadOnlyError, MasterDownError)):
+        return True  # redis-py has cut its code word off
+    return code_word(str(error)) in ("READONLY", "MASTERDOWN")
 
 
 def is_lost_group(error: ResponseError) -> bool:

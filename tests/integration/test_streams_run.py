@@ -198,6 +198,24 @@ async def test_a_failover_that_moves_the_servers_name_is_followed(
         assert handler.handled == ["a", "c"]
 
 
+async def test_a_failover_is_followed_by_a_consumer_whose_client_nobody_publishes_with(
+    own_server: EmbeddedValkey, own_valkey: EmbeddedValkey
+) -> None:
+    async with Wire.to_socket(own_server.socket_path) as wire, Redis.from_url(wire.url) as redis:
+        handler = Recorder()
+        consumer = StreamConsumer(redis, stream="orders", outage=QUICK)
+        consumer.subscribe("*", handler)
+        async with Redis.from_url(own_server.url) as old, Redis.from_url(own_valkey.url) as new:
+            await stream_publisher(old, "orders")(events("a"))
+            async with running(consumer):
+                await until(lambda: has(handler, 1))
+                await old.execute_command("REPLICAOF", "127.0.0.1", "1")  # type: ignore[no-untyped-call]  # redis-py's
+                wire.lead_to(own_valkey.socket_path)
+                await stream_publisher(new, "orders")(events("b"))
+                await until(lambda: has(handler, 2))
+        assert handler.handled == ["a", "b"]
+
+
 async def test_acknowledgements_outlast_an_outage(own_valkey: EmbeddedValkey) -> None:
     """A handler that ended while Redis was away has ended: its event is acknowledged later."""
     async with Redis.from_url(own_valkey.url, socket_timeout=0.1, retry=Retry(NoBackoff(), 0)) as redis:
