@@ -64,3 +64,16 @@ async def test_the_dead_letters_are_in_the_streams_slot(client: RedisCluster) ->
 async def test_dead_letters_in_another_slot_are_refused(client: RedisCluster) -> None:
     with pytest.raises(ValueError, match="slot"):
         StreamConsumer(client, stream="orders", dead_letter_stream="dead")
+
+
+async def test_a_client_without_a_timeout_waits_as_any_other(cluster: EmbeddedCluster) -> None:
+    async with RedisCluster(host="127.0.0.1", port=cluster.port, socket_timeout=None) as client:
+        handler = Recorder()
+        consumer = StreamConsumer(client, stream="orders")
+        consumer.subscribe("*", handler)
+        waiting = asyncio.create_task(consumer.run_once(block_ms=10_000))
+        await asyncio.sleep(0)
+        await stream_publisher(client, "orders")(events("a"))
+        assert await asyncio.wait_for(waiting, 10) == 1
+        await client.flushall()
+    assert handler.handled == ["a"]

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from oncely.errors import Reject
 from oncely.event import Event
@@ -129,6 +130,18 @@ async def test_trim_loses_nothing_while_others_publish_and_consume(redis: Redis,
 
     await asyncio.gather(send(), trim(), *(work(consumer) for consumer in workers))
     assert sorted(handler.handled) == list(range(1000))
+
+
+async def test_of_a_key_that_holds_no_stream_nothing_is_trimmed_or_measured(
+    redis: Redis, stream: str
+) -> None:
+    await redis.set(stream, "no stream")
+    consumer = StreamConsumer(redis, stream=stream)
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        await consumer.trim(keep=0)
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        await consumer.measure()
+    assert await redis.get(stream) == b"no stream"
 
 
 async def test_keep_is_not_negative(redis: Redis, stream: str) -> None:

@@ -24,6 +24,7 @@ from oncely.backoff import Backoff
 from oncely.errors import PublisherUnavailable
 from oncely.event import Event, uuid7
 from oncely.streams import StreamConsumer, stream_publisher
+from oncely.streams.client import execute
 from oncely.testing import EmbeddedValkey
 from tests.streams import Recorder, deliver, events, ids, pending, until
 from tests.wire import Wire
@@ -235,6 +236,32 @@ async def test_acknowledgements_outlast_an_outage(own_valkey: EmbeddedValkey) ->
         assert await consumer.run_once() == 1
         assert handler.results == [("a", "ok")]
         assert handler.attempts == [("a", 1)]
+
+
+async def test_a_server_that_falls_silent_while_it_is_waited_on_is_an_outage(
+    own_valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oncely.streams.reader._LATE", 0.1)
+    async with (
+        Wire.to_socket(own_valkey.socket_path) as wire,
+        Redis.from_url(wire.url, socket_timeout=0.2, retry=Retry(NoBackoff(), 0)) as redis,
+    ):
+        consumer = StreamConsumer(redis, stream="orders")
+        consumer.subscribe("*", Recorder())
+        async with Redis.from_url(own_valkey.url) as admin:
+            waiting = asyncio.create_task(consumer.run_once(block_ms=30_000))
+            await until(lambda: blocked(admin, 1))
+        wire.silence()
+        with pytest.raises(RedisTimeoutError, match="no answer to a read of "):
+            await asyncio.wait_for(waiting, 10)
+        wire.cut()
+
+
+async def test_a_pool_of_one_connection_is_used_in_turn(redis_url: str) -> None:
+    async with Redis.from_url(redis_url, max_connections=1) as client:
+        assert await asyncio.gather(*(execute(client, "ECHO", str(n)) for n in range(50))) == [
+            str(n).encode() for n in range(50)
+        ]
 
 
 async def test_workers_that_come_together_make_one_group(redis: Redis, stream: str) -> None:
