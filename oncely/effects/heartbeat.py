@@ -69,8 +69,8 @@ class Heartbeat:
 
     async def ended(self) -> None:
         """Returns when the last beat, and whatever it asked of the store, has ended."""
-        if self._task is not None:
-            await asyncio.wait({self._task})
+        assert self._task is not None  # noqa: S101  `within` was called
+        await asyncio.wait({self._task})
         if self._asking:
             await asyncio.wait(self._asking)
 

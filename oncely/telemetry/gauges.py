@@ -16,7 +16,7 @@ from oncely.arguments import check_backoff, check_duration
 from oncely.backoff import Backoff
 from oncely.errors import PublisherUnavailable
 from oncely.loop import one_at_a_time, run_loop, within
-from oncely.telemetry.observer import Observer, guarded
+from oncely.telemetry.observer import GuardedObserver, Observer
 from oncely.telemetry.records import Outage, Record
 from oncely.transaction import Sessionmaker, check_sessionmaker, is_passing
 
@@ -71,7 +71,7 @@ class Gauges:
         """What it waits for while it is away."""
         self.last_success: datetime | None = None
         """When it last saw all of them, by this machine's clock."""
-        self._observer = guarded(observer)
+        self._observer = GuardedObserver(observer)
 
     @property
     def name(self) -> str:
@@ -104,9 +104,8 @@ class Gauges:
                 outage = outage or error
                 continue
             told += records
-            if self._observer is not None:
-                for record in records:
-                    self._observer(record)
+            for record in records:
+                self._observer(record)
         if outage is not None:
             raise outage
         return told
@@ -120,16 +119,15 @@ class Gauges:
     def _note_outage(self, error: Exception, delay: timedelta) -> None:
         self.waits_for = "broker" if isinstance(error, PublisherUnavailable) else "database"
         _log.warning("%s down, next look in %.1f s: %r", self.waits_for, delay.total_seconds(), error)
-        if self._observer is not None:
-            self._observer(
-                Outage(
-                    service="gauges",
-                    name="",
-                    waits_for=self.waits_for,
-                    error=type(error).__name__,
-                    retry_in=delay,
-                )
+        self._observer(
+            Outage(
+                service="gauges",
+                name="",
+                waits_for=self.waits_for,
+                error=type(error).__name__,
+                retry_in=delay,
             )
+        )
 
 
 async def _measure(measured: Measurable, sessionmaker: Sessionmaker) -> Sequence[Record]:

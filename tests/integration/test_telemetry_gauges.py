@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 from sqlalchemy import MetaData
-from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely import Outbox, TablesMissing
 from oncely.backoff import Backoff
@@ -149,3 +149,5 @@ def test_it_is_a_service_for_a_worker(sessions: Sessions, observer: Recorder) ->
 def test_what_makes_no_sense_is_refused(observer: Recorder) -> None:
     with pytest.raises(ValueError):
         Gauges(observer, lambda: None)  # type: ignore[arg-type,return-value]  # it is not called
+    with pytest.raises(TypeError, match=r"^an observer is a callable that takes a record, not NoneType$"):
+        Gauges(None, async_sessionmaker(), Outbox(MetaData()))  # type: ignore[arg-type]  # there is nobody to tell

@@ -50,11 +50,11 @@ from oncely.telemetry import (
 )
 from oncely.webhooks import Keyring, Webhooks, WebhookWorker
 from tests import webhooks as hooks
-from tests.effects import pass_time
+from tests.effects import no_writes, pass_time
 from tests.outboxes import Sessions, sent_sql
 from tests.streams import events
 from tests.telemetry import Recorder, records_made, without_times
-from tests.waiting import until
+from tests.waiting import backend_waits, until
 from tests.webhooks import Endpoint
 
 pytestmark = pytest.mark.in_schema
@@ -265,6 +265,20 @@ async def test_an_effect_whose_claim_ended_is_told_as_lost_and_one_that_is_await
         ran("in_doubt", "EffectUnknown"),
         ran("lost", "EffectLost"),
     ]
+
+
+async def test_an_effect_that_was_cut_off_before_anything_was_known_is_not_told(
+    engine: AsyncEngine, metadata: MetaData, observer: Recorder
+) -> None:
+    effects = Effects(metadata, stale_after=timedelta(hours=1), sessionmaker=engine, observer=observer)
+    await create(engine, metadata)
+    async with no_writes(effects, engine):
+        looking = asyncio.create_task(effects.run("k", call(1)))
+        await backend_waits(engine, "relation")
+        looking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await looking
+    assert (await effects.get("k"), observer.timeless) == (None, [])
 
 
 async def test_webhooks_are_told_when_committed_and_after_each_attempt(

@@ -171,6 +171,21 @@ async def test_a_batch_is_linked_to_each_trace_of_its_events_once(
     assert [link.context.span_id for link in traces.spans["publish outbox"].links] == emitting
 
 
+async def test_a_batch_is_linked_to_the_first_of_very_many_traces(
+    outbox: Outbox, sessions: Sessions, traces: Traces, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oncely.telemetry.opentelemetry._MOST_LINKS", 2)
+    emitting = []
+    for name in ("first", "second", "third"):
+        with traces.tracer.start_as_current_span(name) as span:
+            emitting.append(span.get_span_context().span_id)
+            async with sessions.begin() as session:
+                await outbox.emit(session, "t", name)
+    await published(outbox, sessions)
+    links = traces.spans["publish outbox"].links
+    assert [link.context.span_id for link in links] == emitting[:2]
+
+
 async def test_an_error_is_in_the_span_by_its_class_alone(
     outbox: Outbox, sessions: Sessions, redis: Redis, stream: str, traces: Traces
 ) -> None:

@@ -613,6 +613,24 @@ async def test_on_attempt_that_cancels_its_own_task_ends_nothing(
     assert await one.run_once() == WebhookRun(delivered=1)
 
 
+async def test_cancelled_while_it_reports_an_attempt_the_end_is_recorded(
+    webhooks: Webhooks, sessions: Sessions, server: Endpoint, engine: AsyncEngine
+) -> None:
+    reporting = asyncio.Event()
+
+    async def on_attempt(attempt: WebhookAttempt) -> None:
+        reporting.set()
+        await asyncio.Event().wait()
+
+    await enqueue(webhooks, sessions, server.url())
+    working = asyncio.create_task(worker(webhooks, sessions, server, on_attempt=on_attempt).run_once())
+    await reporting.wait()
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert await row_of(engine) == ("delivered", 1, None)
+
+
 async def test_a_resolver_is_asked_at_every_attempt_so_credentials_rotate(
     webhooks: Webhooks, sessions: Sessions, server: Endpoint, engine: AsyncEngine
 ) -> None:

@@ -10,7 +10,8 @@ import subprocess
 import sys
 from asyncio import Future, new_event_loop
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from sqlalchemy import MetaData
 import oncely.telemetry
 from oncely import Event, Outbox
 from oncely.event import uuid7
-from oncely.telemetry import EventDied, EventFailed, Observer, Record, observers
+from oncely.telemetry import EventDied, EventFailed, Observer, Record, WebhookAttempted, observers
 from oncely.telemetry.logging import LoggingObserver
 from oncely.telemetry.metrics import METRICS
 from oncely.telemetry.observer import guarded
@@ -192,6 +193,46 @@ def test_a_log_line_has_the_records_fields(caplog: pytest.LogCaptureFixture) -> 
     assert len(caplog.records) == 2 + len(RECORDS)
 
 
+@pytest.mark.parametrize(
+    ("outcome", "level"),
+    [
+        ("delivered", "INFO"),
+        ("retry", "WARNING"),
+        ("lost", "WARNING"),
+        ("rejected", "ERROR"),
+        ("expired", "ERROR"),
+        ("quarantined", "ERROR"),
+    ],
+)
+def test_a_webhook_that_will_not_come_is_an_error_in_the_log(
+    caplog: pytest.LogCaptureFixture, outcome: str, level: str
+) -> None:
+    with caplog.at_level(logging.DEBUG, "oncely.telemetry.records"):
+        LoggingObserver()(replace(a_record(WebhookAttempted), outcome=outcome))
+    assert [entry.levelname for entry in caplog.records] == [level]
+
+
+def test_a_tracer_that_raises_the_works_own_error_again_is_right(caplog: pytest.LogCaptureFixture) -> None:
+    class Again(Broken):
+        def handling(self, stream: str, group: str, event: Event, /) -> Any:
+            return _RaisesAgain()
+
+    observer = guarded(Again())
+    assert observer is not None
+    with (
+        pytest.raises(LookupError, match="the work's own"),
+        observer.handling("stream", "group", Event(uuid7(), "t", 1)),
+    ):
+        raise LookupError("the work's own")
+    assert caplog.records == []
+
+
+class _RaisesAgain(AbstractContextManager[None]):
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        assert error is not None
+        raise error
+
+
 class Broken:
     """Raises at whatever it is asked."""
 
@@ -313,15 +354,22 @@ def test_an_observer_that_does_not_conform_is_found() -> None:
         def publishing(self, outbox: str, events: Sequence[Event], /) -> Iterator[None]:
             yield
 
-    wrong: tuple[Observer, ...] = (particular, known_alone, Odd())
+    class NoText(Odd):
+        def headers(self) -> Mapping[str, Any]:
+            return {"sampled": True}
+
+    wrong: tuple[Observer, ...] = (particular, known_alone, Odd(), NoText())
     failed = {
-        getattr(observer, "__name__", "Odd"): list(filter(None, map(failure_of(observer), OBSERVER_CHECKS)))
+        getattr(observer, "__name__", type(observer).__name__): list(
+            filter(None, map(failure_of(observer), OBSERVER_CHECKS))
+        )
         for observer in wrong
     }
     assert failed == {
         "particular": ["takes_every_record", "takes_a_record_that_it_does_not_know"],
         "known_alone": ["takes_a_record_that_it_does_not_know"],
         "Odd": ["writes_headers_that_can_be_stored", "lets_errors_pass"],
+        "NoText": ["writes_headers_that_can_be_stored", "lets_errors_pass"],
     }
 
 
