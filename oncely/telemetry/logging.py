@@ -11,6 +11,7 @@ import logging
 from dataclasses import fields
 from datetime import timedelta
 
+from oncely.arguments import check_callable
 from oncely.telemetry.records import (
     BatchClaimed,
     BatchSettled,
@@ -41,6 +42,8 @@ class LoggingObserver:
     """
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
+        if logger is not None:
+            check_callable(getattr(logger, "log", None), "logger.log")
         self._logger = logger if logger is not None else logging.getLogger("oncely.telemetry.records")
 
     def __call__(self, record: Record) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+from oncely.arguments import check_kind
 from oncely.testing.server import EmbeddedServer
 
 __all__ = ["EmbeddedPostgres"]
@@ -38,6 +39,8 @@ class EmbeddedPostgres(EmbeddedServer):
     _death_signal = signal.SIGQUIT  # "immediate shutdown": the children go too
 
     def __init__(self, settings: dict[str, str] | None = None, *, programs: Path | None = None) -> None:
+        if programs is not None:
+            check_kind(programs, Path, "programs")
         programs = programs or _given_programs() or _programs_of_the_wheel()
         super().__init__()
         self._settings = _SETTINGS | (settings or {})

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from sqlalchemy import Connection, event
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from oncely.arguments import check_callable
 from oncely.event import Event, Handler, Publisher
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Steps:
     """
 
     def __init__(self, on_step: Callable[[str], object]) -> None:
+        check_callable(on_step, "on_step")
         self.reached = on_step
 
     def watch(self, *parts: Part) -> None:

@@ -23,6 +23,8 @@ from oncely.errors import InvalidKey
 from oncely.fastapi import idempotent_route
 from oncely.streams import DeadLetters, StreamConsumer, stream_publisher
 from oncely.telemetry import Gauges
+from oncely.telemetry.logging import LoggingObserver
+from oncely.testing import EmbeddedPostgres, Steps
 from oncely.webhooks import (
     HttpSignatures,
     HttpSignaturesVerifier,
@@ -140,6 +142,9 @@ REFUSALS: list[Refusal] = [
     (lambda given: Backoff(maximum=given), 1, "maximum must be a timedelta, not int"),
     (lambda given: Backoff(factor=given), "2", "factor must be a number, not str"),
     (lambda given: Backoff(jitter=given), None, "jitter must be a number, not NoneType"),
+    (lambda given: LoggingObserver(given), "oncely", "logger.log must be a function, not NoneType"),
+    (lambda given: Steps(given), "relay.claim.before", "on_step must be a function, not str"),
+    (lambda given: EmbeddedPostgres(programs=given), "/usr/bin", "programs must be a Path, not str"),
     # effects
     (lambda given: Effects(MetaData(), stale_after=given), 60, "stale_after must be a timedelta, not int"),
     (
