@@ -7,7 +7,6 @@ for the others to see to: `cancel` waits for the claimer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import itemgetter
@@ -52,10 +51,12 @@ class Chooser:
     """Chooses for the claims of one outbox. Only the claimer may ask it, under its lock."""
 
     def __init__(self, events: Table, claims: Table, *, on_dead: OnDead) -> None:
+        tables = {"outbox": events, "claims": claims}
         parked = _PARKED if on_dead == "park" else _NOTHING_PARKED
+        self._read = Statement(_READ, tables, {"token": Uuid})
         self._choose = Statement(
             _CHOOSE.replace("/* parked */", parked),
-            {"outbox": events, "claims": claims},
+            tables,
             {
                 "token": Uuid,
                 "claimed_by": Text,
@@ -94,18 +95,22 @@ class Chooser:
             **floor.parameters(),
             **_NOTHING_LOCKED,
         }
-        rows: Sequence[Any] = ()
         for _ in range(_MOST_LOOKS):
             rows = _fetch(connection.execute(self._choose, parameters))
-            if len(rows) != 1:
+            if not rows:
+                return None
+            (_, seen, *_), *found = rows
+            facts = decode_json(seen)
+            if "locked_ids" not in facts:
                 break
-            parameters |= decode_json(rows[0][1])
-        if len(rows) < 2:
+            parameters |= facts
+        else:
             return None
-        (_, facts, *_), *found = rows
+        if facts.pop("size") != len(found):
+            found = _fetch(connection.execute(self._read, {"token": token}))
         return Choice(
             events=Event.from_rows(found),
-            facts=Facts(**decode_json(facts)),
+            facts=Facts(**facts),
             repeated=bool(parameters["locked_ids"]),
         )
 
@@ -115,7 +120,7 @@ _MOST_LOOKS = 20
 _NOTHING_LOCKED: dict[str, object] = {"locked_ids": [], "locked_keys": [], "locked_low": None}
 
 
-def _fetch(result: CursorResult[Any]) -> Sequence[Any]:
+def _fetch(result: CursorResult[Any]) -> list[Any]:
     """The rows in line, the facts first, as the driver has them.
 
     To make a Row of each would take as long as to make an Event of it. They come nearly in line already.
@@ -182,16 +187,14 @@ suspects AS MATERIALIZED (
 ),
 chosen AS MATERIALIZED (
     SELECT * FROM (
-        (SELECT xmax <> 0 AS touched, id, position, attempts, due_at, created_at, key, topic, headers, payload
-         FROM {outbox}
+        (SELECT id, position, key, due_at, xmax <> 0 AS touched FROM {outbox}
          WHERE published_at IS NULL AND dead_at IS NULL AND due_at IS NULL
            AND position >= (SELECT position FROM start)
            AND NOT (:tried_first AND EXISTS (SELECT FROM suspects))
            AND id NOT IN (SELECT id FROM taken) AND (key IS NULL OR key NOT IN (SELECT key FROM held))
          ORDER BY position LIMIT :limit)
         UNION ALL
-        (SELECT xmax <> 0, id, position, attempts, due_at, created_at, key, topic, headers, payload
-         FROM {outbox}
+        (SELECT id, position, key, due_at, xmax <> 0 FROM {outbox}
          WHERE published_at IS NULL AND dead_at IS NULL AND due_at <= statement_timestamp() AND attempts = 0
            AND NOT (:tried_first AND EXISTS (SELECT FROM suspects))
            AND id NOT IN (SELECT id FROM taken) AND (key IS NULL OR key NOT IN (SELECT key FROM held))
@@ -199,26 +202,26 @@ chosen AS MATERIALIZED (
     ) AS fresh
     ORDER BY position LIMIT :limit
 ),
-touched AS MATERIALIZED (SELECT id, position, due_at, key FROM chosen WHERE touched),
+touched AS MATERIALIZED (SELECT id, position, key, due_at FROM chosen WHERE touched),
 obtained AS MATERIALIZED (
     SELECT id FROM {outbox}
     WHERE id = ANY (ARRAY(SELECT id FROM touched)) AND published_at IS NULL AND dead_at IS NULL
     FOR UPDATE SKIP LOCKED
 ),
 missing AS MATERIALIZED (
-    SELECT id, position, due_at, key FROM touched WHERE id NOT IN (SELECT id FROM obtained)
+    SELECT id, position, key, due_at FROM touched WHERE id NOT IN (SELECT id FROM obtained)
 ),
 alone AS MATERIALIZED (
-    SELECT xmax <> 0, id, position, attempts, due_at, created_at, key, topic, headers, payload FROM {outbox}
+    SELECT id, position, key, due_at FROM {outbox}
     WHERE id = ANY (ARRAY(SELECT id FROM suspects)) AND published_at IS NULL AND dead_at IS NULL
       AND (:tried_first OR NOT EXISTS (SELECT FROM chosen WHERE id NOT IN (SELECT id FROM missing)))
     ORDER BY due_at LIMIT 1
     FOR UPDATE SKIP LOCKED
 ),
 picked AS NOT MATERIALIZED (
-    SELECT * FROM alone
+    SELECT id, position, key, due_at FROM alone
     UNION ALL
-    SELECT * FROM chosen
+    SELECT id, position, key, due_at FROM chosen
     WHERE NOT EXISTS (SELECT FROM missing)
        OR NOT EXISTS (
             SELECT FROM missing
@@ -230,7 +233,7 @@ claim AS (
            ARRAY(SELECT DISTINCT key FROM picked WHERE key IS NOT NULL),
            min(position) FILTER (WHERE due_at IS NULL)
     FROM picked HAVING count(*) > 0
-    RETURNING number
+    RETURNING number, event_ids
 ),
 span AS MATERIALIZED (
     SELECT min(position) AS first, max(position) AS last FROM chosen WHERE due_at IS NULL
@@ -257,7 +260,8 @@ SELECT NULL::uuid AS id,
            'first_passed', (SELECT position FROM passed),
            'passed_keys', (SELECT keys FROM passed),
            'oldest_running', pg_snapshot_xmin(pg_current_snapshot())::text::bigint,
-           'transaction', pg_current_xact_id()::text::bigint
+           'transaction', pg_current_xact_id()::text::bigint,
+           'size', cardinality(event_ids)
        )::text AS topic,
        NULL AS payload, NULL AS headers, NULL AS key, NULL::timestamptz AS created_at, NULL::int4 AS attempt,
        0 AS position
@@ -269,5 +273,13 @@ SELECT NULL, json_build_object(
        )::text, NULL, NULL, NULL, NULL, NULL, 0
 FROM locked_out WHERE NOT EXISTS (SELECT FROM claim) HAVING count(*) > 0
 UNION ALL
-SELECT id, topic, payload::text, headers::text, key, created_at, attempts + 1, position FROM picked
+SELECT id, topic, payload::text, headers::text, key, created_at, attempts + 1, position FROM {outbox}
+WHERE id = ANY ((SELECT event_ids FROM claim WHERE cardinality(event_ids) <= 200)::uuid[])
+"""
+
+# What a statement that writes returns is kept until it has ended. Of a large claim, the events are better
+# read on their own, so that the one side takes them in while the other sends.
+_READ = """
+SELECT id, topic, payload::text, headers::text, key, created_at, attempts + 1, position FROM {outbox}
+WHERE id = ANY ((SELECT event_ids FROM {claims} WHERE token = :token)::uuid[])
 """

@@ -131,6 +131,9 @@ class Ledger:
             self._on_taken_over(taken_over)
         if choice is None:
             return None
+        if not choice.events:  # deleted by hand in this very moment
+            self._unanswered.add(token)
+            return None
         trust_position = not (writes or expired or unanswered or choice.repeated)
         self._floor = floor.after(choice.facts, keys_used=keys_used, trust_position=trust_position)
         # A tenth of the lease is kept for the settling, and for clocks that run at other speeds.

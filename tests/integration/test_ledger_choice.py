@@ -236,6 +236,39 @@ async def test_a_place_taken_while_a_claim_reaps_is_not_passed_by(
 # --- rows that somebody has locked
 
 
+@pytest.mark.parametrize("count", [200, 201])
+async def test_a_large_claim_has_all_its_events_in_line(
+    outbox: Outbox, sessions: Sessions, count: int, driver: str
+) -> None:
+    """Of more than 200 they are read by a statement of their own."""
+    await emit(outbox, sessions, *range(count), key="k", headers={"h": "v"})
+    made = await claim(outbox, sessions, limit=1_000)
+    assert [(event.payload, event.headers) for event in made.events] == [
+        (number, {"h": "v"}) for number in range(count)
+    ]
+
+
+@pytest.mark.parametrize("deleted", [1, 201])
+async def test_what_is_deleted_by_hand_while_it_is_claimed_is_not_published(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, database: Database, deleted: int, driver: str
+) -> None:
+    ids = await emit(outbox, sessions, *range(201), key="k")
+    read = str(outbox.ledger._chooser._read.compile(engine.sync_engine)).split()
+
+    def delete(*arguments: Any) -> None:
+        if arguments[2].split() == read:
+            with psycopg.connect(database.dsn(), autocommit=True) as other:
+                other.execute("DELETE FROM outbox WHERE id = ANY (%s)", [ids[:deleted]])
+
+    event.listen(engine.sync_engine, "before_cursor_execute", delete)
+    try:
+        assert flat(await drained(outbox, sessions, batch=1_000)) == list(range(deleted, 201))
+    finally:
+        event.remove(engine.sync_engine, "before_cursor_execute", delete)
+    await emit(outbox, sessions, "later", key="k")
+    assert flat(await drained(outbox, sessions)) == ["later"]
+
+
 async def test_a_claim_locks_nothing_where_nobody_else_has(
     outbox: Outbox, engine: AsyncEngine, sessions: Sessions
 ) -> None:
