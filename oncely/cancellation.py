@@ -42,8 +42,7 @@ class Cancellation:
         # keep the row locked.
         async with connection.begin_nested() as savepoint:
             done = (await connection.execute(self._lock, {"id": event_id})).first() is not None
-            if done:
-                await self._claimer.wait(connection)
+            if done and (done := await self._claimer.wait(connection)):
                 done = (await connection.execute(self._delete, {"id": event_id})).first() is not None
             if not done:
                 await savepoint.rollback()

@@ -1,16 +1,27 @@
 """Claimer: whoever makes a claim. There is one at a time, and others keep clear of it by its lock.
 
 The lock is PostgreSQL's advisory one, on the table of the claims, and ends with the transaction.
+
+A process may stand still with it. Between two statements the server ends it; but it does not while it
+waits for the rest of a statement that a driver sends in parts, or to get rid of an answer. So who waits for
+the claimer waits for a time: a cancel takes that for a no, a relay ends it and tries again.
 """
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, Table
+from datetime import timedelta
+
+from sqlalchemy import Connection, Interval, Table
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from oncely.statement import Statement
+from oncely.transaction import sqlstates
 
 __all__ = ["Claimer"]
+
+_PATIENCE = timedelta(seconds=5)
+"""How long a claimer may stand still, and a cancel waits for one. For the server it says so below."""
 
 
 class Claimer:
@@ -19,6 +30,12 @@ class Claimer:
     def __init__(self, claims: Table) -> None:
         self._become = Statement(_BECOME, {"claims": claims})
         self._keep_out = Statement(_KEEP_OUT, {"claims": claims})
+        self._wait = Statement(_WAIT, {"claims": claims}, {"patience": Interval})
+        self._end_stalled = Statement(_END_STALLED, {"claims": claims}, {"patience": Interval})
+
+    def end_stalled(self, connection: Connection) -> None:
+        """End a claimer of this user that has waited for its own client for long."""
+        connection.execute(self._end_stalled, {"patience": _PATIENCE})
 
     def become(self, connection: Connection) -> tuple[bool, bool]:
         """Be the claimer until the transaction ends. Whether a claim has expired; whether it has written."""
@@ -29,15 +46,25 @@ class Claimer:
         """Let the claimer end, and no other begin before this transaction ends."""
         connection.execute(self._keep_out)
 
-    async def wait(self, connection: AsyncConnection) -> None:
-        """Return when every claim is committed that was begun before now."""
+    async def wait(self, connection: AsyncConnection) -> bool:
+        """Wait until every claim is committed that was begun before now. False: one took too long."""
         async with connection.begin_nested() as savepoint:
-            await connection.execute(self._keep_out)
-            await savepoint.rollback()  # lets go of the lock
+            try:
+                await connection.execute(self._wait, {"patience": _PATIENCE})
+                ended = True
+            except DBAPIError as error:
+                if sqlstates(error)[:1] != [_LOCK_NOT_AVAILABLE]:
+                    raise
+                ended = False
+            await savepoint.rollback()  # lets go of the lock, and takes back the setting
+        return ended
+
+
+_LOCK_NOT_AVAILABLE = "55P03"
 
 
 # In a statement of its own, so that the next one sees what was committed while this one waited. A
-# claimer that stalls with the lock is ended by the server, so it cannot stop the others. A queue's
+# claimer that stalls with the lock is ended by the server, or by the next, so it cannot stop the others. A queue's
 # statistics are always out of date, so for this transaction the planner is told what is known: along
 # the indexes, with the plan that is there. Nobody waits for the disk: when the server crashes, a claim
 # that is lost with it means no more than that its events are claimed again.
@@ -53,3 +80,18 @@ FROM pg_advisory_xact_lock(1869505381, '{claims}'::regclass::oid::int4),
 
 # Shared: those who keep the claimer out do not keep each other out.
 _KEEP_OUT = "SELECT pg_advisory_xact_lock_shared(1869505381, '{claims}'::regclass::oid::int4)"
+
+# The caller's own limit holds where it is lower.
+_WAIT = """
+SELECT pg_advisory_xact_lock_shared(1869505381, '{claims}'::regclass::oid::int4)
+FROM set_config('lock_timeout', (1000 * extract(epoch FROM
+    least(:patience, nullif(CAST(current_setting('lock_timeout') AS interval), '0'))))::int::text, true)
+"""
+
+_END_STALLED = """
+SELECT pg_terminate_backend(pid) FROM pg_locks JOIN pg_stat_activity USING (pid)
+WHERE locktype = 'advisory' AND mode = 'ExclusiveLock' AND granted AND objsubid = 2
+  AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND classid = 1869505381 AND objid = '{claims}'::regclass
+  AND usename = current_user AND wait_event_type = 'Client' AND state_change < clock_timestamp() - :patience
+"""

@@ -78,6 +78,8 @@ class Ledger:
         self._tried_first = False
         # Claims whose commit nobody confirmed: they may have been made, and are given back by the next.
         self._unanswered: set[UUID] = set()
+        # Another claimer may have stalled: one was there already, or was waited for in vain.
+        self._claimer_in_doubt = True
         self._on_taken_over = on_taken_over
         self._name = f"{socket.gethostname()}:{os.getpid()}"
         self._claimer = Claimer(claims)
@@ -97,15 +99,18 @@ class Ledger:
         begun, token = time.monotonic(), uuid4()
         unanswered = list(self._unanswered)
         choice: Choice | None = None
-        expired = writes = False
+        entered = expired = writes = False
         taken_over = 0
         self._tried_first = not self._tried_first
         self._floor = floor = self._floor.fresh(begun)
         keys_used = floor.detour_keys
 
         def choose(connection: Connection) -> None:
-            nonlocal choice, expired, writes, taken_over
+            nonlocal choice, entered, expired, writes, taken_over
+            if self._claimer_in_doubt:
+                self._claimer.end_stalled(connection)
             expired, writes = self._claimer.become(connection)
+            entered = True
             if expired:
                 taken_over = self._reaper.reap(connection)
             if unanswered:
@@ -126,6 +131,8 @@ class Ledger:
             if choice is not None:
                 self._unanswered.add(token)
             raise
+        finally:
+            self._claimer_in_doubt = not entered
         self._unanswered.difference_update(unanswered)
         if taken_over and self._on_taken_over is not None:
             self._on_taken_over(taken_over)

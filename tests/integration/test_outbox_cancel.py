@@ -223,6 +223,36 @@ async def test_a_claim_that_is_being_made_is_waited_for(
     assert await states(engine) == ({"1": "open, claimed"} if made else {})
 
 
+@pytest.mark.parametrize("patience", ["its own", "the caller's"])
+async def test_a_claim_that_goes_on_and_on_is_a_no_that_leaves_nothing_behind(
+    outbox: Outbox,
+    engine: AsyncEngine,
+    sessions: Sessions,
+    monkeypatch: pytest.MonkeyPatch,
+    patience: str,
+    driver: str,
+) -> None:
+    [event_id] = await emit(outbox, sessions, 1)
+    limit = "77s"
+    if patience == "its own":
+        monkeypatch.setattr("oncely.claimer._PATIENCE", timedelta(milliseconds=20))
+    else:
+        limit = "20ms"
+    async with asyncio.timeout(10), sessions() as claimer, sessions() as session:
+        await being_claimed(outbox, claimer)
+        await session.execute(text(f"SET LOCAL lock_timeout = '{limit}'"))
+        assert await outbox.cancel(session, event_id) is False
+        assert await session.scalar(text("SHOW lock_timeout")) == limit
+        locks = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()"
+        assert await session.scalar(text(locks)) == 0
+        async with engine.connect() as other:
+            await other.execute(text("SELECT FROM outbox WHERE id = :id FOR UPDATE NOWAIT"), {"id": event_id})
+        await claimer.rollback()
+        assert await outbox.cancel(session, event_id) is True
+        await session.commit()
+    assert await states(engine) == {}
+
+
 async def test_a_cancel_that_is_open_does_not_stop_the_claims(
     outbox: Outbox, sessions: Sessions, publish: RecordingPublisher
 ) -> None:

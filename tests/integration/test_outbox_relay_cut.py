@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import anyio
+import asyncpg
 import pytest
 from sqlalchemy import MetaData, text
 from sqlalchemy.exc import DBAPIError
@@ -16,7 +18,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely import Event, Outbox
 from oncely.testing import RecordingPublisher
-from tests.database import both_drivers
+from tests.database import Database, both_drivers
 from tests.outboxes import Gate, Sessions, emit, execute, expire_claims, payloads, rows, states
 from tests.waiting import backend_waits, until
 
@@ -237,3 +239,84 @@ async def test_a_claimer_that_stalls_with_the_lock_is_ended_by_the_server(
         assert payloads(await outbox.relay_once(sessions, publish)) == [1]
         with pytest.raises(DBAPIError):
             await stalled.execute(text("SELECT 1"))
+
+
+STALLS = ("amid a statement", "amid an answer")
+
+
+@asynccontextmanager
+async def stalled_claimer(
+    database: Database, engine: AsyncEngine, outbox: Outbox, where: str
+) -> AsyncIterator[None]:
+    """A claimer whose process stands still where the server does not take it to be idle."""
+    claimer = await asyncpg.connect(database.dsn())
+    await claimer.execute("BEGIN")
+    await claimer.fetch(str(outbox.ledger._claimer._become.compile(engine.sync_engine)))
+    # Prepared and not executed: the server waits for what it shall do with it.
+    statement = await claimer.prepare("SELECT repeat('x', 10000000)")
+    asking = None
+    if where == "amid an answer":
+        claimer._transport.pause_reading()
+        asking = asyncio.create_task(statement.fetch())
+        await until(lambda: waits_for_its_client(engine))
+    yield
+    claimer.terminate()
+    if asking is not None:
+        await asyncio.wait({asking})
+        assert asking.exception() is not None
+
+
+async def waits_for_its_client(engine: AsyncEngine) -> bool:
+    query = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE wait_event = 'ClientWrite')"
+    async with engine.connect() as connection:
+        return bool(await connection.scalar(text(query)))
+
+
+@pytest.mark.parametrize("where", STALLS)
+async def test_a_claimer_that_stalls_amid_a_statement_or_an_answer_is_ended_by_the_next_relay(
+    outbox: Outbox,
+    database: Database,
+    engine: AsyncEngine,
+    sessions: Sessions,
+    publish: RecordingPublisher,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    await emit(outbox, sessions, 1)
+    monkeypatch.setattr("oncely.claimer._PATIENCE", timedelta(0))
+    async with asyncio.timeout(10), stalled_claimer(database, engine, outbox, where):
+        assert payloads(await outbox.relay_once(sessions, publish)) == [1]
+
+
+async def test_a_relay_that_has_waited_in_vain_looks_for_a_stalled_claimer(
+    outbox: Outbox,
+    database: Database,
+    engine: AsyncEngine,
+    sessions: Sessions,
+    publish: RecordingPublisher,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert await outbox.relay_once(sessions, publish) == []
+    await emit(outbox, sessions, 1)
+    async with asyncio.timeout(10), stalled_claimer(database, engine, outbox, "amid a statement"):
+        for _ in range(2):  # the claimer has not stood still for long enough
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await outbox.ledger.claim(sessions, limit=1, lease=timedelta(seconds=30))
+        monkeypatch.setattr("oncely.claimer._PATIENCE", timedelta(0))
+        assert payloads(await outbox.relay_once(sessions, publish)) == [1]
+
+
+async def test_a_claimer_that_works_is_left_alone(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oncely.claimer._PATIENCE", timedelta(0))
+    async with engine.connect() as other, engine.connect() as claimer:
+        await other.execute(text("SELECT pg_advisory_xact_lock(7)"))
+        await claimer.run_sync(outbox.ledger._claimer.become)
+        works = asyncio.ensure_future(claimer.execute(text("SELECT pg_advisory_xact_lock(7)")))
+        await backend_waits(engine, "advisory")
+        async with engine.connect() as relay:
+            await relay.run_sync(outbox.ledger._claimer.end_stalled)
+        await other.rollback()
+        await works
