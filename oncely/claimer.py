@@ -64,10 +64,10 @@ _LOCK_NOT_AVAILABLE = "55P03"
 
 
 # In a statement of its own, so that the next one sees what was committed while this one waited. A
-# claimer that stalls with the lock is ended by the server, or by the next, so it cannot stop the others. A queue's
-# statistics are always out of date, so for this transaction the planner is told what is known: along
-# the indexes, with the plan that is there. Nobody waits for the disk: when the server crashes, a claim
-# that is lost with it means no more than that its events are claimed again.
+# claimer that stalls with the lock is ended by the server, or by the next, so it cannot stop the others.
+# A queue's statistics are always out of date, so for this transaction the planner is told what is known:
+# along the indexes, with the plan that is there. Nobody waits for the disk: when the server crashes, a
+# claim that is lost with it means no more than that its events are claimed again.
 _BECOME = """
 SELECT EXISTS (SELECT FROM {claims} WHERE expires_at <= statement_timestamp()) AS expired,
        pg_current_xact_id_if_assigned() IS NOT NULL AS writes,

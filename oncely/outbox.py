@@ -126,7 +126,8 @@ class Outbox:
         False: it is being sent, was tried, sent or cancelled before, or another transaction has it. It may
         be True all the same of an event that has got through in an outage, which counts for no try, and
         when the server crashes while a relay has the event. A claim that is being made is waited for, a few
-        milliseconds; one that is not made in five seconds, or in the transaction's `lock_timeout`, is a False.
+        milliseconds; one that takes five seconds, or the transaction's `lock_timeout`, is a False.
+
         Raises CancelUnsafe above READ COMMITTED, where the answer could come from an old snapshot.
         """
         check_id(event_id, "event_id")
