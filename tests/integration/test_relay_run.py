@@ -146,21 +146,30 @@ async def test_cancelled_one_by_one_it_marks_what_has_left(
     assert await states(engine) == {"a": "published", "b": "open", "c": "open"}
 
 
+@pytest.mark.parametrize("waiting", [["a"], []], ids=["an event", "nothing"])
+@pytest.mark.parametrize("once", ["Relay.run_once", "Outbox.relay_once"])
 async def test_cancelled_while_it_claims_it_keeps_no_claim(
-    driver: str, outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+    driver: str, outbox: Outbox, engine: AsyncEngine, sessions: Sessions, waiting: list[str], once: str
 ) -> None:
-    await emit(outbox, sessions, "a")
+    publish = RecordingPublisher()
+    if waiting:
+        await emit(outbox, sessions, *waiting)
     async with engine.connect() as gate:
         lock = "SELECT pg_advisory_xact_lock(1869505381, 'outbox_claims'::regclass::oid::int4)"
         await gate.execute(text(lock))
-        work = asyncio.create_task(hasty(outbox, sessions, RecordingPublisher()).run_once())
+        of_relay = once == "Relay.run_once"
+        claiming: Any = (
+            hasty(outbox, sessions, publish).run_once() if of_relay else outbox.relay_once(sessions, publish)
+        )
+        work = asyncio.create_task(claiming)
         await backend_waits(engine, "advisory")
         work.cancel()
         await gate.rollback()
     with pytest.raises(asyncio.CancelledError):
         await work
     assert await claims(engine) == 0
-    assert await states(engine) == {"a": "open"}
+    assert await states(engine) == dict.fromkeys(waiting, "open")
+    assert publish.events == []
 
 
 async def test_a_publisher_that_does_not_heed_a_cancellation_holds_up_no_stop(
