@@ -136,8 +136,8 @@ _NOTHING_PARKED = "SELECT NULL::text AS key, NULL::bigint AS position WHERE fals
 _PARKED = "SELECT key, position FROM {outbox} WHERE dead_at IS NOT NULL AND key IS NOT NULL"
 
 # A row that cannot be locked (an open cancel has it, and may roll back) takes those that come after it in
-# its key out of the batch. When that leaves nothing, what could not be locked is returned in the place of a
-# claim, and chosen around the next time.
+# its key out of the batch; one that a foreign key refers to can be locked. When that leaves nothing, what
+# could not be is returned in the place of a claim, and chosen around the next time.
 _CHOOSE = """
 WITH here AS MATERIALIZED (
     SELECT concat_ws(' ',
@@ -206,7 +206,7 @@ touched AS MATERIALIZED (SELECT id, position, key, due_at FROM chosen WHERE touc
 obtained AS MATERIALIZED (
     SELECT id FROM {outbox}
     WHERE id = ANY (ARRAY(SELECT id FROM touched)) AND published_at IS NULL AND dead_at IS NULL
-    FOR UPDATE SKIP LOCKED
+    FOR NO KEY UPDATE SKIP LOCKED
 ),
 missing AS MATERIALIZED (
     SELECT id, position, key, due_at FROM touched WHERE id NOT IN (SELECT id FROM obtained)
@@ -216,7 +216,7 @@ alone AS MATERIALIZED (
     WHERE id = ANY (ARRAY(SELECT id FROM suspects)) AND published_at IS NULL AND dead_at IS NULL
       AND (:tried_first OR NOT EXISTS (SELECT FROM chosen WHERE id NOT IN (SELECT id FROM missing)))
     ORDER BY due_at LIMIT 1
-    FOR UPDATE SKIP LOCKED
+    FOR NO KEY UPDATE SKIP LOCKED
 ),
 picked AS NOT MATERIALIZED (
     SELECT id, position, key, due_at FROM alone

@@ -183,7 +183,7 @@ class Ledger:
         """Mark what a crash of the server has left to nobody, together with the claim that we had on it.
 
         For whoever has sent all of these. Whether all of them are published now: what another relay has
-        taken over meanwhile, or is publishing, is not touched.
+        taken over meanwhile, or is publishing, is not touched, nor what somebody has locked.
         """
 
         def rescue(connection: Connection) -> object:
@@ -248,12 +248,17 @@ SELECT coalesce(bool_and(published_at IS NOT NULL), false) FROM {outbox} WHERE i
 """
 
 # A claim does not wait for the disk. That it was lost, and not reaped, shows in events that nobody has
-# tried or claimed since.
+# tried or claimed since. No claim is made meanwhile, so nothing is waited for.
 _RESCUE = """
-WITH left_to_nobody AS (
-    UPDATE {outbox} SET published_at = statement_timestamp(), due_at = NULL
+WITH obtained AS MATERIALIZED (
+    SELECT id FROM {outbox}
     WHERE id = ANY (:ids) AND published_at IS NULL AND dead_at IS NULL AND attempts = 0
       AND NOT EXISTS (SELECT FROM {claims} WHERE event_ids && :ids)
+    FOR NO KEY UPDATE SKIP LOCKED
+),
+left_to_nobody AS (
+    UPDATE {outbox} SET published_at = statement_timestamp(), due_at = NULL
+    WHERE id = ANY (ARRAY(SELECT id FROM obtained))
     RETURNING id
 )
 SELECT coalesce(bool_and(published_at IS NOT NULL OR id IN (SELECT id FROM left_to_nobody)), false)

@@ -47,7 +47,7 @@ open AS MATERIALIZED (
 obtained AS MATERIALIZED (
     SELECT id FROM {outbox}
     WHERE id = ANY (ARRAY(SELECT id FROM open)) AND published_at IS NULL AND dead_at IS NULL
-    FOR UPDATE SKIP LOCKED
+    FOR NO KEY UPDATE SKIP LOCKED
 ),
 blocked AS MATERIALIZED (
     SELECT DISTINCT covered.number FROM covered JOIN open USING (id)

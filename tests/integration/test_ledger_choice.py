@@ -348,6 +348,20 @@ async def test_locked_tried_events_do_not_stop_the_fresh_ones(
                 assert payloads(await outbox.relay_once(sessions, RecordingPublisher())) == [number]
 
 
+async def test_an_event_that_a_foreign_key_refers_to_is_not_held_up_by_it(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+) -> None:
+    first, second = await emit(outbox, sessions, "a1", "a2", key="a")
+    await execute(engine, "CREATE TABLE child (event_id uuid REFERENCES outbox)")
+    other = Outbox(MetaData())
+    async with asyncio.timeout(10), engine.connect() as referring:
+        for event_id in (first, second):
+            await referring.execute(text("INSERT INTO child VALUES (:id)"), {"id": event_id})
+        await claim(outbox, sessions)
+        await expire_claims(engine)
+        assert await drained(other, sessions) == [["a1"], ["a2"]]
+
+
 async def test_an_event_deleted_while_it_was_chosen_is_only_missing(
     outbox: Outbox, engine: AsyncEngine, sessions: Sessions
 ) -> None:

@@ -76,6 +76,18 @@ async def test_what_another_relay_has_taken_over_meanwhile_is_not_marked(
     assert await rows(engine, "SELECT count(*) FROM outbox WHERE published_at IS NOT NULL") == [(0,)]
 
 
+async def test_what_somebody_has_locked_is_not_marked_nor_waited_for(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions
+) -> None:
+    """No claim can be made meanwhile: they would all wait for whoever has the lock."""
+    await emit(outbox, sessions, 1, 2)
+    made = await claim(outbox, sessions)
+    await execute(engine, "DELETE FROM outbox_claims")
+    async with asyncio.timeout(10), locked(engine, 2):
+        assert await outbox.ledger.rescue(sessions, [event.id for event in made.events]) is False
+    assert await states(engine) == {"1": "published", "2": "open"}
+
+
 async def test_what_another_relay_is_taking_over_just_now_is_not_marked(
     outbox: Outbox, engine: AsyncEngine, sessions: Sessions
 ) -> None:
