@@ -9,6 +9,7 @@ from redis.asyncio import Redis
 from oncely.testing import Steps, crash_at
 from tests.acceptance.line import Line
 from tests.database import Database
+from tests.waiting import until
 
 
 async def main(
@@ -30,6 +31,15 @@ async def main(
         steps.watch(engine, redis)
         line = Line(engine, redis, stream)
         stop = asyncio.Event() if stops else None
+
+        async def leaves_something() -> bool:
+            return bool(await redis.xlen(stream) > 1)
+
+        async def consume() -> None:
+            if stops:
+                await until(leaves_something)  # or there would be nothing to give back
+            await line.consumer(steps, stop=stop).run(stop)
+
         async with asyncio.TaskGroup() as group:
             group.create_task(line.relay(steps, publish_seconds=publish_seconds).run())
-            group.create_task(line.consumer(steps, stop=stop).run(stop))
+            group.create_task(consume())
