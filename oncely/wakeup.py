@@ -19,14 +19,14 @@ from datetime import timedelta
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Connection, Pool, Table, TwoPhaseTransaction, event
+from sqlalchemy import Connection, Pool, PoolProxiedConnection, Table, TwoPhaseTransaction, event
 from sqlalchemy.ext.asyncio import AsyncConnection, async_scoped_session, create_async_engine
 from sqlalchemy.orm import Session, SessionTransaction
 from sqlalchemy.pool import NullPool
 from sqlalchemy.util import greenlet_spawn
 
 from oncely.backoff import Backoff
-from oncely.loop import within
+from oncely.loop import complete, within
 from oncely.statement import Statement
 from oncely.transaction import Caller, Sessionmaker, alone
 
@@ -124,14 +124,20 @@ class Wakeup:
             async with sessionmaker() as session:
                 engine = session.sync_session.get_bind(clause=self._events).engine
         pool = engine.pool.recreate()
-        connection = await within(greenlet_spawn(pool.connect), _PATIENCE * 5)
+
+        async def hang_up(connection: PoolProxiedConnection) -> None:
+            # Closing it in the usual way would wait for ever for a server that has vanished.
+            with suppress(TimeoutError):
+                await within(greenlet_spawn(connection.invalidate), _FAREWELL)
+
+        # Whoever is stopped while it is made waits for it: cut off, it might be left open.
+        making = within(greenlet_spawn(pool.connect), _PATIENCE * 5)
+        connection = await complete(making, patience=_PATIENCE, undo=hang_up)
         try:
             hear = _hear_on_psycopg if engine.dialect.driver == "psycopg" else _hear_on_asyncpg
             yield connection.driver_connection, hear
         finally:
-            # Closing it in the usual way would wait for ever for a server that has vanished; this hangs up.
-            with suppress(TimeoutError):
-                await within(greenlet_spawn(connection.invalidate), _FAREWELL)
+            await hang_up(connection)
 
 
 def _announce_pending(session: Session) -> None:

@@ -69,8 +69,8 @@ class Ledger:
             database.row_factory = sqlite3.Row
             rows = database.execute(
                 "SELECT 'ch_' || id AS id, idempotency_key, reference, amount, currency FROM charges"
-                " WHERE ?1 IS NULL OR idempotency_key = ?1 ORDER BY charges.id",
-                (idempotency_key,),
+                " WHERE :key IS NULL OR idempotency_key = :key ORDER BY charges.id",
+                {"key": idempotency_key},
             ).fetchall()
         return [dict(row) for row in rows]
 

@@ -259,7 +259,7 @@ async def test_a_slow_publisher_stops_neither_emits_nor_other_relays_and_loses_n
     outbox: Outbox, engines: Callable[..., AsyncEngine], driver: str, publish: RecordingPublisher
 ) -> None:
     settings: dict[str, Any] = (
-        {"server_settings": {"idle_in_transaction_session_timeout": "100", "lock_timeout": "2000"}}
+        {"server_settings": {"idle_in_transaction_session_timeout": "1500", "lock_timeout": "5000"}}
         if driver == "asyncpg"
         else {}
     )
@@ -273,7 +273,7 @@ async def test_a_slow_publisher_stops_neither_emits_nor_other_relays_and_loses_n
         await emit(outbox, sessions, f"quick {number}", key=f"k{number}")
         assert payloads(await outbox.relay_once(sessions, publish)) == [f"quick {number}"]
         async with engine.connect() as connection:
-            await connection.execute(text("SELECT pg_sleep(0.05)"))
+            await connection.execute(text("SELECT pg_sleep(0.4)"))
     gate.opened.set()
     assert payloads(await relay) == ["slow"]
     assert set((await states(engine)).values()) == {"published"}

@@ -114,7 +114,7 @@ async def test_a_settling_that_finds_no_database_for_a_lease_says_that_the_claim
     async def publish(events: Sequence[Event]) -> None:
         wire.silence()
 
-    quick = QUICK | {"lease": timedelta(milliseconds=600)}
+    quick = {"database_timeout": timedelta(seconds=1), "lease": timedelta(seconds=2)}
     assert await hasty(outbox, wired, publish, **quick).run_once() == RelayResult(released=1, claim_lost=True)
     wire.restore()
     publish_again = RecordingPublisher()
