@@ -103,10 +103,10 @@ class Ledger:
         taken_over = 0
         self._tried_first = not self._tried_first
         self._floor = floor = self._floor.fresh(begun)
-        keys_used = floor.detour_keys
+        keys_used: frozenset[str] = frozenset()
 
         def choose(connection: Connection) -> None:
-            nonlocal choice, entered, expired, writes, taken_over
+            nonlocal choice, entered, expired, writes, taken_over, keys_used
             if self._claimer_in_doubt:
                 self._claimer.end_stalled(connection)
             expired, writes = self._claimer.become(connection)
@@ -115,6 +115,8 @@ class Ledger:
                 taken_over = self._reaper.reap(connection)
             if unanswered:
                 connection.execute(self._release, {"tokens": unanswered})
+            # As they are now: another claim of this ledger may have learnt while this one waited.
+            keys_used = floor.detour_keys
             choice = self._chooser.choose(
                 connection,
                 floor,

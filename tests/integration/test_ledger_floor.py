@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
 from datetime import timedelta
 from uuid import uuid4
 
@@ -21,8 +21,10 @@ from sqlalchemy.event import listens_for
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 
 from oncely import Event, Outbox
+from oncely.ledger import Failure
 from oncely.testing import EmbeddedPostgres, RecordingPublisher
 from oncely.transaction import is_unavailable
+from tests.outboxes import Gate, claim, emit, execute
 from tests.waiting import backend_waits, until
 
 Sessions = async_sessionmaker[AsyncSession]
@@ -246,6 +248,36 @@ async def test_a_claim_that_a_crash_of_the_server_takes_along_means_that_its_eve
         events = await relay_all(outbox, sessions, publish)
         await engine.dispose()
     assert [event.payload for event in events] == ["settled", "claimed"]
+
+
+async def test_passes_of_one_outbox_that_run_together_do_not_mix_up_what_they_have_learnt(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, publish: RecordingPublisher
+) -> None:
+    """One of them learns of a key that it has to pass after the other has begun."""
+    gate = Gate()
+
+    @asynccontextmanager
+    async def late() -> AsyncIterator[AsyncSession]:
+        async with sessions() as session:
+            await gate([])
+            yield session
+
+    await emit(outbox, sessions, "held 1", "held 2", key="k")
+    held = await claim(outbox, sessions, limit=1)
+    failed = Failure(held.events[0].id, "ValueError: no", timedelta(hours=1))
+    assert await outbox.ledger.settle(sessions, held, published=[], failures=[failed])
+    await emit_and_relay(outbox, sessions, publish, "a")
+    passing = asyncio.create_task(outbox.relay_once(late, publish))
+    await gate.entered.wait()
+    await emit_and_relay(outbox, sessions, publish, "b", "c", "d", "e")
+    async with sessions() as session, session.begin():
+        await outbox.emit(session, "t", "f")
+    gate.opened.set()
+    await passing
+    await execute(engine, "UPDATE outbox SET due_at = now() WHERE attempts > 0")
+    publish.batches.clear()
+    events = await relay_all(outbox, sessions, publish)
+    assert [event.payload for event in events] == ["held 1", "held 2"]
 
 
 async def test_it_does_not_pass_what_another_relay_gives_back(
