@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from sqlalchemy import Integer, LargeBinary, Text
 from sqlalchemy.types import TypeEngine
 
-from oncely.event import decode_json, encode_json
+from oncely.storable import decode_json, encode_json
 
 __all__ = ["ANSWER", "Answer", "Body", "Headers", "Outcome", "answer_parameters", "read_answer"]
 

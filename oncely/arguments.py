@@ -13,7 +13,7 @@ from functools import partial
 from uuid import UUID
 
 from oncely.backoff import Backoff
-from oncely.event import check_key
+from oncely.storable import check_key
 
 __all__ = [
     "LONGEST",

@@ -26,9 +26,10 @@ from sqlalchemy import (
     Uuid,
 )
 
-from oncely.event import Event, decode_json
+from oncely.event import Event
 from oncely.floor import Facts, Floor
 from oncely.statement import Statement
+from oncely.storable import decode_json
 
 __all__ = ["Choice", "Chooser", "OnDead"]
 

@@ -17,8 +17,9 @@ from sqlalchemy.types import TypeEngine
 
 from oncely.arguments import check_kind
 from oncely.errors import DedupKeyReused, InvalidKey, RowsHidden
-from oncely.event import NewEvent, check_key, encode_json, uuid7
+from oncely.event import NewEvent, uuid7
 from oncely.statement import Statement
+from oncely.storable import check_key, encode_json
 from oncely.telemetry.commit import tell_when_committed
 from oncely.telemetry.observer import GuardedObserver
 from oncely.telemetry.records import EventsEmitted

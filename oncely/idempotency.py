@@ -28,8 +28,8 @@ from oncely.answer import Answer, Body, Outcome
 from oncely.arguments import check_count, check_wait
 from oncely.claim import Claim, check_ttl
 from oncely.errors import InvalidKey, KeyInFlight, KeyInUse, KeyReused, KeyUnanswered, Refused
-from oncely.event import check_key
 from oncely.gate import Gate, Miss, Request, fingerprint
+from oncely.storable import check_key
 from oncely.stored_keys import KeyRecord, KeyStats, StoredKeys
 from oncely.tables import idempotency_table
 from oncely.telemetry.commit import tell_when_committed

@@ -22,9 +22,10 @@ from sqlalchemy.orm import Session, SessionTransaction
 
 from oncely.arguments import check_async, check_callable, check_count, check_id, check_takes
 from oncely.errors import InvalidKey, TransactionEnded
-from oncely.event import Event, Handler, check_key
+from oncely.event import Event, Handler
 from oncely.retention import CUTOFF, CUTOFF_TIME, cutoff_parameters, delete_in_batches
 from oncely.statement import Statement
+from oncely.storable import check_key
 from oncely.tables import inbox_table
 from oncely.telemetry.commit import tell_when_committed
 from oncely.telemetry.observer import Observer, guarded

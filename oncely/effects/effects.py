@@ -15,7 +15,7 @@ from oncely.effects.run import Call, Policy, Run, Verify
 from oncely.effects.table_store import TableStore
 from oncely.effects.watch import watched
 from oncely.errors import EffectFailed
-from oncely.event import check_key
+from oncely.storable import check_key
 from oncely.tables import effects_table
 from oncely.telemetry.observer import Observer, guarded
 from oncely.transaction import Sessionmaker

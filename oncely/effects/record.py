@@ -7,7 +7,7 @@ from datetime import datetime
 from enum import Enum, StrEnum
 from typing import Any, Final
 
-from oncely.event import decode_json
+from oncely.storable import decode_json
 
 __all__ = ["NOT_HAPPENED", "EffectRecord", "EffectStats", "NotHappened", "Status"]
 

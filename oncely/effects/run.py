@@ -21,8 +21,8 @@ from oncely.effects.heartbeat import Claim, Heartbeat, now
 from oncely.effects.record import NOT_HAPPENED, EffectRecord, Status
 from oncely.effects.store import Store, new_token
 from oncely.errors import EffectFailed, EffectLost, EffectPending, EffectUnknown, KeyReused
-from oncely.event import decode_json, encode_json
 from oncely.loop import complete, within
+from oncely.storable import decode_json, encode_json
 
 __all__ = ["Call", "Policy", "Run", "TokenVerify", "Verify"]
 

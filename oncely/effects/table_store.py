@@ -18,7 +18,7 @@ from oncely.effects import statements
 from oncely.effects.record import EffectRecord, EffectStats, Status
 from oncely.effects.short_transaction import AnyDialect, in_short_transaction
 from oncely.effects.store import FINISHED, OPEN, Store, new_token
-from oncely.event import check_key, encode_json
+from oncely.storable import check_key, encode_json
 from oncely.transaction import Sessionmaker, check_sessionmaker
 
 __all__ = ["TableStore"]

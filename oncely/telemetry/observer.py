@@ -14,7 +14,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import Protocol, runtime_checkable
 
-from oncely.event import Event, encode_json
+from oncely.event import Event
+from oncely.storable import encode_json
 from oncely.telemetry.records import Record
 
 __all__ = ["GuardedObserver", "Observer", "Tracer", "guarded", "observers"]

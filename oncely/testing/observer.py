@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any, TypeVar, get_args
 
-from oncely.event import Event, encode_json, uuid7
+from oncely.event import Event, uuid7
+from oncely.storable import encode_json
 from oncely.telemetry import Observer, Record, Tracer
 from oncely.telemetry.observer import guarded
 

@@ -19,7 +19,8 @@ from sqlalchemy import MetaData, Table
 
 from oncely.arguments import check_count, check_id, check_kind
 from oncely.errors import InvalidKey
-from oncely.event import check_key, uuid7
+from oncely.event import uuid7
+from oncely.storable import check_key
 from oncely.tables import webhooks_table
 from oncely.telemetry.commit import tell_when_committed
 from oncely.telemetry.observer import Observer, guarded

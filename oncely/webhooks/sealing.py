@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from oncely.arguments import check_kind
 from oncely.errors import SealBroken, SealingKeyMissing
-from oncely.event import check_key
+from oncely.storable import check_key
 
 __all__ = ["Content", "Keyring", "Routing", "Sealed"]
 

@@ -18,7 +18,7 @@ from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 
 from oncely import NewEvent, Outbox
-from oncely.event import encode_json
+from oncely.storable import encode_json
 from oncely.testing import EmbeddedPostgres, RecordingPublisher
 from tests.outboxes import Sessions, emit, execute, payloads, rows
 

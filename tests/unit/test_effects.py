@@ -18,7 +18,7 @@ from oncely.effects import EffectRecord, Status
 from oncely.effects.clock import database_now
 from oncely.effects.run import _failure, _hash
 from oncely.errors import EffectFailed, EffectLost, EffectPending, EffectUnknown, KeyReused
-from oncely.event import encode_json
+from oncely.storable import encode_json
 
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
 

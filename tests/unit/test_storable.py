@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from oncely.errors import InvalidKey
-from oncely.event import DEEPEST, LONGEST_KEY, check_key, decode_json, encode_json
+from oncely.storable import DEEPEST, LONGEST_KEY, check_key, decode_json, encode_json
 
 AN_ID = UUID("018f2b1c-0000-7000-8000-000000000001")
 NOON = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
