@@ -207,8 +207,10 @@ async def test_a_webhook_worker_needs_a_connection_too() -> None:
 
 
 async def test_what_uses_one_connection_of_the_users_has_no_pool() -> None:
-    async with create_async_engine("sqlite+aiosqlite://").connect() as connection:
+    engine = create_async_engine("sqlite+aiosqlite://")
+    async with engine.connect() as connection:
         assert await said(*(relay(made=async_sessionmaker(connection)) for _ in range(20))) == []
+    await engine.dispose()
 
 
 async def test_gauges_need_a_connection_too() -> None:
