@@ -34,7 +34,7 @@ class Claimer:
         self._end_stalled = Statement(_END_STALLED, {"claims": claims}, {"patience": Interval})
 
     def end_stalled(self, connection: Connection) -> None:
-        """End a claimer of this user that has waited for its own client for long."""
+        """End whoever of this user has the lock, in any mode, and has waited for its own client for long."""
         connection.execute(self._end_stalled, {"patience": _PATIENCE})
 
     def become(self, connection: Connection) -> tuple[bool, bool]:
@@ -78,19 +78,24 @@ FROM pg_advisory_xact_lock(1869505381, '{claims}'::regclass::oid::int4),
              ('synchronous_commit', 'off')) AS setting (name, value)
 """
 
-# Shared: those who keep the claimer out do not keep each other out.
-_KEEP_OUT = "SELECT pg_advisory_xact_lock_shared(1869505381, '{claims}'::regclass::oid::int4)"
+# Shared: those who keep the claimer out do not keep each other out. They may stall with the lock as well.
+_KEEP_OUT = """
+SELECT pg_advisory_xact_lock_shared(1869505381, '{claims}'::regclass::oid::int4)
+FROM set_config('idle_in_transaction_session_timeout', '5000', true)
+"""
 
 # The caller's own limit holds where it is lower.
 _WAIT = """
 SELECT pg_advisory_xact_lock_shared(1869505381, '{claims}'::regclass::oid::int4)
-FROM set_config('lock_timeout', (1000 * extract(epoch FROM
-    least(:patience, nullif(CAST(current_setting('lock_timeout') AS interval), '0'))))::int::text, true)
+FROM CAST(current_setting('lock_timeout') AS interval) AS own,
+     set_config('lock_timeout',
+        (1000 * extract(epoch FROM least(:patience, nullif(own, '0'))))::int::text, true) AS waiting,
+     set_config('idle_in_transaction_session_timeout', '5000', true) AS stalling
 """
 
 _END_STALLED = """
 SELECT pg_terminate_backend(pid) FROM pg_locks JOIN pg_stat_activity USING (pid)
-WHERE locktype = 'advisory' AND mode = 'ExclusiveLock' AND granted AND objsubid = 2
+WHERE locktype = 'advisory' AND granted AND objsubid = 2
   AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
   AND classid = 1869505381 AND objid = '{claims}'::regclass
   AND usename = current_user AND wait_event_type = 'Client' AND state_change < clock_timestamp() - :patience

@@ -243,6 +243,7 @@ async def test_a_claim_that_goes_on_and_on_is_a_no_that_leaves_nothing_behind(
         await session.execute(text(f"SET LOCAL lock_timeout = '{limit}'"))
         assert await outbox.cancel(session, event_id) is False
         assert await session.scalar(text("SHOW lock_timeout")) == limit
+        assert await session.scalar(text("SHOW idle_in_transaction_session_timeout")) == "0"
         locks = "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = pg_backend_pid()"
         assert await session.scalar(text(locks)) == 0
         async with engine.connect() as other:

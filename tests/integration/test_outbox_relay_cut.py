@@ -226,13 +226,20 @@ async def test_a_batch_that_cannot_be_given_back_is_noted_on_the_publishers_erro
     assert await states(engine) == {"1": "open, claimed"}
 
 
-async def test_a_claimer_that_stalls_with_the_lock_is_ended_by_the_server(
-    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, publish: RecordingPublisher
+@pytest.mark.parametrize("who", ["a claimer", "a cancel", "who marks after a crash"])
+async def test_who_stalls_with_the_claimers_lock_is_ended_by_the_server(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, publish: RecordingPublisher, who: str
 ) -> None:
-    """The claim's own transaction carries the limit; here it is made short, or the test would take 5 s."""
+    """The statement brings the limit along; here it is made short, or the test would take 5 s."""
     await emit(outbox, sessions, 1)
+    claimer = outbox.ledger._claimer
     async with engine.connect() as stalled:
-        await stalled.run_sync(outbox.ledger._claimer.become)
+        if who == "a claimer":
+            await stalled.run_sync(claimer.become)
+        elif who == "a cancel":
+            await stalled.execute(claimer._wait, {"patience": timedelta(seconds=5)})
+        else:
+            await stalled.run_sync(claimer.keep_out)
         limit = "SHOW idle_in_transaction_session_timeout"
         assert await stalled.scalar(text(limit)) == "5s"
         await stalled.execute(text("SET LOCAL idle_in_transaction_session_timeout = 50"))
