@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -20,6 +21,12 @@ def test_the_lowest_environment_has_every_lower_bound_of_what_users_install() ->
     bounds = {each.name: _versions(each, ">=") for each in promised}
     pinned = {each.name: _versions(each, "==") for each in _pins()}
     assert {name: pinned.get(name) for name in bounds} == bounds
+
+
+def test_the_readme_has_every_environment() -> None:
+    _, versions = Path("README.md").read_text().split("\n## Versions\n")
+    rows = re.findall(r"^\| `([\w-]+)` \|", versions.partition("\n## ")[0], re.MULTILINE)
+    assert sorted(rows) == sorted(PROJECT["tool"]["tox"]["env_list"])
 
 
 def _pins() -> list[Requirement]:
