@@ -16,12 +16,12 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from oncely.statement import Statement
-from oncely.transaction import sqlstates
+from oncely.transaction import is_lock_timeout
 
 __all__ = ["Claimer"]
 
 _PATIENCE = timedelta(seconds=5)
-"""How long a claimer may stand still, and a cancel waits for one. For the server it says so below."""
+"""How long a claimer may stand still, and a cancel waits for one. `_BECOME` tells the server the same."""
 
 
 class Claimer:
@@ -38,7 +38,10 @@ class Claimer:
         connection.execute(self._end_stalled, {"patience": _PATIENCE})
 
     def become(self, connection: Connection) -> tuple[bool, bool]:
-        """Be the claimer until the transaction ends. Whether a claim has expired; whether it has written."""
+        """Be the claimer until the transaction ends.
+
+        Returns whether a claim has expired, and whether the transaction has written something already.
+        """
         expired, writes, _ = connection.execute(self._become).one()
         return expired, writes
 
@@ -53,14 +56,11 @@ class Claimer:
                 await connection.execute(self._wait, {"patience": _PATIENCE})
                 ended = True
             except DBAPIError as error:
-                if sqlstates(error)[:1] != [_LOCK_NOT_AVAILABLE]:
+                if not is_lock_timeout(error):
                     raise
                 ended = False
             await savepoint.rollback()  # lets go of the lock, and takes back the setting
         return ended
-
-
-_LOCK_NOT_AVAILABLE = "55P03"
 
 
 # In a statement of its own, so that the next one sees what was committed while this one waited. A

@@ -29,6 +29,7 @@ from oncely.description import describe
 from oncely.errors import PublisherUnavailable, PublishFailed, Reject
 from oncely.event import Event, Publisher
 from oncely.ledger import Claim, Failure
+from oncely.loop import is_cancelled
 from oncely.outbox import sent
 
 __all__ = ["Courier", "Delivery"]
@@ -168,8 +169,7 @@ class Courier:
                 # A task of its own: a publisher that cancels its task (a leaked timeout) ends only that.
                 await asyncio.ensure_future(self._publish(events))
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if is_cancelled():
                 raise
             # It was not us who were cancelled, but something that the publisher waited for.
             raise PublisherUnavailable("the publisher was cancelled from within") from error

@@ -1,7 +1,7 @@
 """Emission: new events become rows, in line, in the caller's transaction.
 
 A transaction that emits has its transaction id before it takes a place in line: the floor of the
-relays (see `ledger`) rests on that. Everything that can be refused is refused before any SQL.
+relays (see `floor`) rests on that. Everything that can be refused is refused before any SQL.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from oncely.claim import NAME, Claim, ClaimStatements
 from oncely.errors import KeyInUse, KeyReused, KeyUnanswered
 from oncely.savepoint import connection_of
 from oncely.statement import Statement
-from oncely.transaction import require_transaction, says_what_is_missing, sqlstates
+from oncely.transaction import is_lock_timeout, require_transaction, says_what_is_missing
 
 __all__ = ["Gate", "Miss", "Request", "fingerprint"]
 
@@ -92,7 +92,7 @@ class Gate:
                 if found is not None:
                     turn.rollback()
         except DBAPIError as error:
-            if sqlstates(error)[:1] == [_LOCK_NOT_AVAILABLE]:
+            if is_lock_timeout(error):
                 return Miss.TIMEOUT
             raise
         return self._open(joined, connection, request) if found is None else found
@@ -148,7 +148,6 @@ def fingerprint(*parts: str | bytes) -> bytes:
     return hashlib.sha256(b"".join(pieces)).digest()
 
 
-_LOCK_NOT_AVAILABLE = "55P03"
 _LONGEST_TIMEOUT = 2**31 - 1  # milliseconds, in PostgreSQL's settings
 
 # Who gets the lock of a key without a live row may write its row. The statement's snapshot is older

@@ -34,7 +34,10 @@ from oncely.reaper import Reaper
 from oncely.statement import Statement
 from oncely.transaction import Sessionmaker, alone, transact
 
-__all__ = ["Claim", "Failure", "Ledger"]
+__all__ = ["HELD", "Claim", "Failure", "Ledger"]
+
+HELD = 0.9
+"""The part of a lease in which a claim is ours; the rest is for settling, and for clocks of other speeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +148,7 @@ class Ledger:
             return None
         trust_position = not (writes or expired or unanswered or choice.repeated)
         self._floor = floor.after(choice.facts, keys_used=keys_used, trust_position=trust_position)
-        # A tenth of the lease is kept for the settling, and for clocks that run at other speeds.
-        return Claim(token=token, events=choice.events, deadline=begun + lease.total_seconds() * 0.9)
+        return Claim(token=token, events=choice.events, deadline=begun + lease.total_seconds() * HELD)
 
     async def settle(
         self,
@@ -198,7 +200,7 @@ class Ledger:
         """Hold the claim for `lease` from now: its new deadline, or None when it was lost."""
         begun = time.monotonic()
         held = await self._alone(sessionmaker, self._renew, {"token": claim.token, "lease": lease})
-        return begun + lease.total_seconds() * 0.9 if held else None
+        return begun + lease.total_seconds() * HELD if held else None
 
     async def _alone(
         self, sessionmaker: Sessionmaker, statement: Statement, parameters: dict[str, object]

@@ -25,6 +25,7 @@ __all__ = [
     "bind_of",
     "check_sessionmaker",
     "execute",
+    "is_lock_timeout",
     "is_passing",
     "is_retryable",
     "is_unavailable",
@@ -217,6 +218,11 @@ def is_passing(error: BaseException) -> bool:
         or is_retryable(error)
         or any(code[:2] in ("53", "58") or code in _PASSING for code in sqlstates(error))
     )
+
+
+def is_lock_timeout(error: BaseException) -> bool:
+    """Whether the statement itself waited for a lock for longer than `lock_timeout`."""
+    return sqlstates(error)[:1] == ["55P03"]
 
 
 def sqlstates(error: BaseException) -> list[str]:

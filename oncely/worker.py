@@ -22,7 +22,7 @@ from typing import Protocol, runtime_checkable
 
 from oncely.arguments import check_duration, check_kind
 from oncely.errors import TablesMissing
-from oncely.loop import complete, one_at_a_time, wait_for_either, within
+from oncely.loop import complete, is_cancelled, one_at_a_time, wait_for_either, within
 from oncely.process import LoopFactory, run_process
 from oncely.transaction import sqlstates
 
@@ -188,8 +188,7 @@ class Worker:
             if not self._ending.is_set() and not stop.is_set():
                 raise RuntimeError(f"{name} has returned, and nobody had stopped it")
         except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if is_cancelled():
                 raise
             self._fail(name, RuntimeError(f"{name} has cancelled itself"), failures)
         except Exception as error:  # noqa: BLE001  a service's bug; it is logged here and raised in the end

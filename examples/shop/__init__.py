@@ -15,6 +15,8 @@ What goes wrong on purpose, and the proof that nothing came of it:
     client.py     customers whose connection is cut before the answer arrives, so they send again
     processes.py  the three processes, uvicorn and `oncely run` twice, which can be killed while they work
     demo.py       sets the shop up, lets customers in, kills the relay, counts what there is
+    stage.py      the servers, tables and stream that it is set up on
+    inspector.py  what there is in the database and the stream meanwhile
     tally.py      what the numbers have to be
 
 `make demo` runs it, with a PostgreSQL and a Redis-compatible server of its own. To see what happens

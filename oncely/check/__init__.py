@@ -6,6 +6,7 @@
     deadletters.py  dead letters that are older than what an inbox remembers
     settings.py     settings that contradict each other, with the arithmetic
 
+    finding.py      what a check has to say
     location.py     where a connection finds a table, and its name to paste
     kind.py         what an object is whose class needs an extra
     length.py       a length of time, spelled as a person reads it

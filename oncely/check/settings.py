@@ -18,6 +18,7 @@ from oncely.check.finding import Finding
 from oncely.check.kind import is_consumer, is_webhook_worker
 from oncely.check.length import spell
 from oncely.inbox import Inbox
+from oncely.ledger import HELD
 from oncely.outbox import Outbox
 from oncely.relay import Relay
 from oncely.retention import Retention
@@ -51,7 +52,7 @@ async def check_settings(services: Sequence[object], *, worker: Worker | None = 
 
 
 def _check_relay(relay: Relay) -> Iterable[Finding]:
-    renewed, limit = relay.lease / 3, relay.lease * 0.9
+    renewed, limit = relay.lease / 3, relay.lease * HELD
     if renewed + relay.database_timeout >= limit:
         yield Finding(
             "wrong",
@@ -59,7 +60,7 @@ def _check_relay(relay: Relay) -> Iterable[Finding]:
             f"one renewal without an answer loses its claim: it begins {spell(renewed)} after the claim "
             f"(lease / 3) and is given up after database_timeout, {spell(relay.database_timeout)}; "
             f"together {spell(renewed + relay.database_timeout)}, and the claim is held for {spell(limit)} "
-            "(0.9 lease)",
+            f"({HELD} lease)",
         )
 
 

@@ -67,7 +67,7 @@ def list_(
     limit: _Most = 100,
     json: Json = False,
 ) -> None:
-    """List dead letters, oldest first.
+    """List dead letters, table by table, stream by stream, oldest first in each.
 
     Keys and payloads are not in the list: show has them. --json gives {"dead": [{kind, where, id, topic,
     state, attempts, error, dead_at}], "more": false}.
@@ -126,7 +126,7 @@ def show(
     """
     if not ids:
         raise Failure("say which: give an id", exit_code=WRONG_USE)
-    Chosen(ids=ids)
+    Chosen(ids=ids)  # refuses what cannot be an id
 
     async def work() -> None:
         found: list[dict[str, Any]] = []

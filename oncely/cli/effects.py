@@ -43,7 +43,7 @@ def list_(
     limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="At most so many.")] = 100,
     json: Json = False,
 ) -> None:
-    """List effects, newest first, without their results.
+    """List effects, newest first in each table, without their results.
 
     --json gives {"effects": [{where, key, status, attempts, error, created_at, updated_at, expires_at}],
     "more": false}.

@@ -24,7 +24,7 @@ from math import inf
 from time import monotonic
 
 from oncely.event import Event
-from oncely.loop import complete
+from oncely.loop import complete, is_cancelled
 from oncely.streams.entry import Entry, Stage
 from oncely.streams.faults import BROKER_ERRORS, is_outage
 from oncely.streams.in_flight import InFlight
@@ -166,7 +166,7 @@ class Batch:
 
     def _ends(self) -> bool:
         """Whether nothing more is begun. A task that was cancelled lives on while its handler does."""
-        return self._stop.is_set() or self._outage is not None or _is_cancelled()
+        return self._stop.is_set() or self._outage is not None or is_cancelled()
 
     async def _handle(self, entry: Entry) -> bool:
         """True when the entry is settled by that, so that what follows of its key may be handled."""
@@ -185,7 +185,7 @@ class Batch:
                 if isinstance(failure, SystemExit):  # it ends the process, and that was its attempt
                     entry.stage = Stage.ENDED
                     return False
-                if _is_cancelled():
+                if is_cancelled():
                     return False  # the cancellation's doing, whatever it looks like: it is given back
                 return await in_flight.failed(entry, event, failure, monotonic() - since)
         in_flight.handled(entry, event, monotonic() - since)
@@ -201,7 +201,7 @@ class Batch:
         try:
             await handling
         except asyncio.CancelledError as error:
-            if not _is_cancelled():
+            if not is_cancelled():
                 return error  # the handler's own, no reason for the worker to end
             if handling.done() and not handling.cancelled():
                 return handling.exception()  # it ended in the very moment
@@ -291,9 +291,3 @@ class Batch:
             if entry.key is not None:
                 self._in_flight.held.hold(entry.key, entry.id, ())
         await self._in_flight.release(back)
-
-
-def _is_cancelled() -> bool:
-    """Whether somebody wants this task to end."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 from oncely.arguments import check_async, check_callable, check_duration, check_kind, check_takes
 from oncely.event import Event, Handler
+from oncely.loop import is_cancelled
 from oncely.streams.watch import Around, Result, Watch
 
 __all__ = ["Around", "Handling", "OnResult", "Result", "Routes"]
@@ -82,8 +83,7 @@ class Handling:
             if inspect.isawaitable(answer):
                 await asyncio.ensure_future(answer)  # what cancels its own task cancels only that
         except (Exception, asyncio.CancelledError) as failure:
-            task = asyncio.current_task()
-            if isinstance(failure, asyncio.CancelledError) and (task is None or task.cancelling()):
+            if isinstance(failure, asyncio.CancelledError) and is_cancelled():
                 raise
             logger.exception("on_result failed on %r of %r", result, event)
 

@@ -86,8 +86,9 @@ end
 return {stolen, trimmed}
 """)
 
-# Gives entries back, those that are still mine: due at once for anybody, with the count that they
-# had before this delivery. Arguments: group, consumer, then for each its id, idle time and count.
+# Gives entries back, those that are still mine, with the count that they had before this delivery.
+# By the idle time that is said they are due at once for anybody, or later.
+# Arguments: group, consumer, then for each its id, idle time and count.
 # Returns the ids of those that were trimmed away.
 RELEASE = Script("""
 local trimmed = {}

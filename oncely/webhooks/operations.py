@@ -181,7 +181,7 @@ WHERE (:state IS NULL OR state = :state) AND {_MATCHES}
 ORDER BY id DESC LIMIT :limit
 """  # noqa: S608  a constant
 
-# A quarantined one is not finished; it became so no later than its lease's end, which `due_at` still is.
+# A quarantined one has no `finished_at`. The end of its last lease, which `due_at` still is, stands for it.
 _DEAD = f"""
 SELECT {_OPEN_COLUMNS} FROM {{webhooks}}
 WHERE state = ANY (:states) AND state IN ('expired', 'rejected', 'quarantined') AND {_MATCHES}

@@ -103,13 +103,9 @@ class Webhooks:
         if len(body) > self.max_body_bytes:
             raise ValueError(f"body has {len(body):,} bytes; at most {self.max_body_bytes:,} are sent")
         content = Content(destination.url, check_headers(headers), body)
-        given = {"key": key, "caller": caller, "type": type}
-        given |= {
-            name: value
-            for name, value in (("account", account), ("signing_scope", signing_scope))
-            if value is not None
-        }
-        for name, value in given.items():
+        optional = {"account": account, "signing_scope": signing_scope}
+        given = {name: value for name, value in optional.items() if value is not None}
+        for name, value in ({"key": key, "caller": caller, "type": type} | given).items():
             check_key(value, name)
             if not value:
                 raise InvalidKey(f"{name} is empty")
@@ -238,7 +234,7 @@ class Webhooks:
         """
         which = Which(ids=ids, origin=origin, caller=caller, limit=limit)
         states = (State.EXPIRED, State.REJECTED)
-        return await self._operations.reopen(session, which, states=states, horizon=_checked(horizon))
+        return await self._operations.reopen(session, which, states=states, horizon=_checked_horizon(horizon))
 
     async def release(
         self,
@@ -258,7 +254,7 @@ class Webhooks:
         """
         which = Which(ids=ids, error=error, origin=origin, caller=caller, limit=limit)
         states = (State.QUARANTINED,)
-        return await self._operations.reopen(session, which, states=states, horizon=_checked(horizon))
+        return await self._operations.reopen(session, which, states=states, horizon=_checked_horizon(horizon))
 
     async def discard(
         self,
@@ -301,7 +297,7 @@ def _dedup_digest(caller: str, account: str | None, url: str, type_: str) -> byt
     return hashlib.sha256(json.dumps([caller, account, url, type_]).encode()).digest()
 
 
-def _checked(horizon: timedelta) -> timedelta:
+def _checked_horizon(horizon: timedelta) -> timedelta:
     check_kind(horizon, timedelta, "horizon")
     if not timedelta(0) < horizon <= 7 * _DAY:
         raise ValueError(f"horizon must be above 0 and at most 7 days, not {horizon}")

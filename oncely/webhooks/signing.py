@@ -29,6 +29,7 @@ from oncely.arguments import check_duration
 __all__ = [
     "HttpSignatures",
     "Message",
+    "Request",
     "Signer",
     "StandardWebhooks",
     "check_ed25519",
@@ -118,7 +119,7 @@ class HttpSignatures:
         ours = {"webhook-id": name, "webhook-timestamp": timestamp}
         content_type = [value for name, value in message.headers if name.lower() == "content-type"]
         covered = ["@method", "@target-uri", "webhook-id", "webhook-timestamp", "content-digest"]
-        request = _Request("POST", message.url, dict(ours))
+        request = Request("POST", message.url, dict(ours))
         if content_type:
             request.headers["content-type"] = ", ".join(content_type)
             covered.append("content-type")
@@ -162,7 +163,7 @@ def hmac_signature(secret: bytes, name: str, timestamp: str, body: bytes) -> str
 
 
 @dataclass(slots=True)
-class _Request:
+class Request:
     """A message as http_message_signatures wants it."""
 
     method: str

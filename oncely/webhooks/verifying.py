@@ -31,7 +31,7 @@ from http_message_signatures.signatures import HTTPMessageVerifier
 from oncely.arguments import check_duration, check_kind
 from oncely.errors import SignatureInvalid
 from oncely.webhooks.destination import Destination, HeadersLike, pairs_of
-from oncely.webhooks.signing import check_ed25519, decode_secret, hmac_signature
+from oncely.webhooks.signing import Request, check_ed25519, decode_secret, hmac_signature
 
 __all__ = ["HttpSignaturesVerifier", "StandardWebhooksVerifier", "Verified"]
 
@@ -68,7 +68,7 @@ class StandardWebhooksVerifier:
         self._tolerance = _checked(tolerance)
 
     def verify(self, headers: HeadersLike, body: bytes) -> Verified:
-        """Who is who and when, for the body's very bytes. Raises SignatureInvalid."""
+        """What the signature says of these headers and the body's very bytes. Raises SignatureInvalid."""
         fields = _fields(headers)
         name = _only(fields, "webhook-id")
         timestamp = _only(fields, "webhook-timestamp")
@@ -107,7 +107,7 @@ class HttpSignaturesVerifier:
         self._verifier.max_clock_skew = _ANY  # times are checked here, where it can be said what is wrong
 
     def verify(self, method: str, url: str, headers: HeadersLike, body: bytes) -> Verified:
-        """Who is who and when. `url` is the address that the sender was given, as the world sees it.
+        """What the signature says. `url` is the address that the sender was given, as the world sees it.
 
         Behind a proxy that is not what the framework says: put it together from the public host. It may
         be spelled as it was given to the sender, who signs it in one spelling (see `Destination`).
@@ -120,7 +120,7 @@ class HttpSignaturesVerifier:
         try:
             # Without the body and these components, a signature over nothing much would do.
             results = self._verifier.verify(
-                _Request(method.upper(), _in_one_spelling(url), joined),
+                Request(method.upper(), _in_one_spelling(url), joined),
                 max_age=None,
                 expect_tag=self._tag,
                 require_components=("@method", "@target-uri", "content-digest", "webhook-id"),
@@ -136,15 +136,6 @@ class HttpSignaturesVerifier:
         if abs(now - created) > tolerance or now - expires > tolerance:
             raise SignatureInvalid("untimely")
         return Verified(result.covered_components['"webhook-id"'], datetime.fromtimestamp(created, UTC))
-
-
-@dataclass(slots=True)
-class _Request:
-    """A message as http_message_signatures wants it."""
-
-    method: str
-    url: str
-    headers: dict[str, str]
 
 
 _ANY = timedelta(days=36_500)

@@ -35,12 +35,6 @@ AT_ONCE = timedelta(microseconds=1)
 pytestmark = pytest.mark.in_schema
 
 
-@pytest.fixture
-async def parking(outbox: Outbox) -> Outbox:
-    """The same tables, with dead events that hold back the later ones of their key."""
-    return Outbox(MetaData(), on_dead="park")
-
-
 # --- who goes with whom
 
 
@@ -233,7 +227,7 @@ async def test_a_place_taken_while_a_claim_reaps_is_not_passed_by(
     assert flat(await drained(outbox, sessions))[-1] == "late"
 
 
-# --- rows that somebody has locked
+# --- what is read of it
 
 
 @pytest.mark.parametrize("count", [200, 201])
@@ -267,6 +261,9 @@ async def test_what_is_deleted_by_hand_while_it_is_claimed_is_not_published(
         event.remove(engine.sync_engine, "before_cursor_execute", delete)
     await emit(outbox, sessions, "later", key="k")
     assert flat(await drained(outbox, sessions)) == ["later"]
+
+
+# --- rows that somebody has locked
 
 
 async def test_a_claim_locks_nothing_where_nobody_else_has(

@@ -19,7 +19,17 @@ from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 from oncely import Event, Outbox
 from oncely.testing import RecordingPublisher
 from tests.database import Database, both_drivers
-from tests.outboxes import Gate, Sessions, emit, execute, expire_claims, payloads, rows, states
+from tests.outboxes import (
+    Gate,
+    Sessions,
+    claiming_is_held_up,
+    emit,
+    execute,
+    expire_claims,
+    payloads,
+    rows,
+    states,
+)
 from tests.waiting import backend_waits, until
 
 pytestmark = [pytest.mark.in_schema, both_drivers]
@@ -47,7 +57,7 @@ class HeldUp:
 @asynccontextmanager
 async def held_up(stage: str, engine: AsyncEngine) -> AsyncIterator[HeldUp]:
     gate = Gate()
-    async with engine.connect() as other:
+    async with claiming_is_held_up(engine) if stage == "claiming" else engine.connect() as other:
 
         async def publish(events: Sequence[Event]) -> None:
             if stage == "settling":
@@ -66,9 +76,6 @@ async def held_up(stage: str, engine: AsyncEngine) -> AsyncIterator[HeldUp]:
             gate.opened.set()
             await other.rollback()
 
-        if stage == "claiming":
-            lock = "SELECT pg_advisory_xact_lock(1869505381, 'outbox_claims'::regclass::oid::int4)"
-            await other.execute(text(lock))
         if stage != "publishing":
             gate.opened.set()
         yield HeldUp(publish, arrived, let_go)

@@ -9,14 +9,14 @@ from typing import Any
 
 import anyio
 import pytest
-from sqlalchemy import MetaData, event, text
+from sqlalchemy import MetaData, event
 from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
 from sqlalchemy.pool import NullPool
 
 from oncely import Event, Outbox, Relay, RelayResult, TablesMissing
 from oncely.testing import RecordingPublisher
 from tests.database import Database
-from tests.outboxes import Gate, Sessions, claims, emit, execute, payloads, rows, states
+from tests.outboxes import Gate, Sessions, claiming_is_held_up, claims, emit, execute, payloads, rows, states
 from tests.relays import Broker, hasty, running
 from tests.waiting import backend_waits, until
 
@@ -154,9 +154,7 @@ async def test_cancelled_while_it_claims_it_keeps_no_claim(
     publish = RecordingPublisher()
     if waiting:
         await emit(outbox, sessions, *waiting)
-    async with engine.connect() as gate:
-        lock = "SELECT pg_advisory_xact_lock(1869505381, 'outbox_claims'::regclass::oid::int4)"
-        await gate.execute(text(lock))
+    async with claiming_is_held_up(engine) as gate:
         of_relay = once == "Relay.run_once"
         claiming: Any = (
             hasty(outbox, sessions, publish).run_once() if of_relay else outbox.relay_once(sessions, publish)
@@ -344,18 +342,13 @@ async def test_a_claim_that_was_cancelled_on_the_server_is_made_again(
     await emit(outbox, sessions, "a")
     publish = RecordingPublisher()
     relay = hasty(outbox, sessions, publish, listen=False)
-    async with engine.connect() as gate:
-        lock = "SELECT pg_advisory_xact_lock(1869505381, 'outbox_claims'::regclass::oid::int4)"
-        await gate.execute(text(lock))
-        async with running(relay):
-            await backend_waits(engine, "advisory")
-            waiting = (
-                "SELECT pg_cancel_backend(pid) FROM pg_locks WHERE NOT granted AND locktype = 'advisory'"
-            )
-            await rows(engine, waiting)
-            await until(lambda: relay.waits_for == "database")
-            await gate.rollback()
-            await until(lambda: len(publish.events) == 1)
+    async with claiming_is_held_up(engine) as gate, running(relay):
+        await backend_waits(engine, "advisory")
+        waiting = "SELECT pg_cancel_backend(pid) FROM pg_locks WHERE NOT granted AND locktype = 'advisory'"
+        await rows(engine, waiting)
+        await until(lambda: relay.waits_for == "database")
+        await gate.rollback()
+        await until(lambda: len(publish.events) == 1)
 
 
 async def test_a_missing_table_ends_it(

@@ -28,12 +28,6 @@ SECONDS = timedelta(seconds=1)
 
 
 @pytest.fixture
-async def wire(database: Database) -> AsyncIterator[Wire]:
-    async with Wire.to_postgres(database.url) as wire:
-        yield wire
-
-
-@pytest.fixture
 async def wired(wire: Wire, database: Database) -> AsyncIterator[Sessions]:
     """Sessions on the test's database by a wire that can be cut."""
     engine = Database(wire.url, database.schema).engine()
