@@ -84,7 +84,7 @@ class Ledger:
         # Another claimer may have stalled: one was there already, or was waited for in vain.
         self._claimer_in_doubt = True
         self._on_taken_over = on_taken_over
-        self._name = f"{socket.gethostname()}:{os.getpid()}"
+        self._host = socket.gethostname()
         self._claimer = Claimer(claims)
         self._chooser = Chooser(events, claims, on_dead=on_dead)
         tables = {"outbox": events, "claims": claims}
@@ -124,7 +124,7 @@ class Ledger:
                 connection,
                 floor,
                 token=token,
-                claimed_by=self._name,
+                claimed_by=f"{self._host}:{os.getpid()}",  # now: an outbox may be made before a fork
                 lease=lease,
                 limit=limit,
                 tried_first=self._tried_first,

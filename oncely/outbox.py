@@ -162,7 +162,7 @@ class Outbox:
         claim = await complete(work, patience=_PATIENCE, undo=give_back)
         if claim is None:
             return []
-        events, name = claim.events, self.table.fullname
+        events, name, claimed_at = claim.events, self.table.fullname, time.monotonic()
         if self.observer is not None:
             tell_claimed(self.observer, name, events, since=begun)
 
@@ -170,7 +170,7 @@ class Outbox:
             settled = await self.ledger.settle(sessionmaker, claim, published=published)
             if self.observer is not None and settled:
                 ids = [event.id for event in events] if published is None else published
-                tell_settled(self.observer, name, events, published=ids, since=begun)
+                tell_settled(self.observer, name, events, published=ids, since=claimed_at)
             elif self.observer is not None:
                 tell_lost(self.observer, name, events)
             return settled

@@ -82,7 +82,7 @@ class BatchClaimed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettled:
-    """What became of a claimed batch is written down; `duration` is from the claim until then.
+    """What became of a claimed batch is written down; `duration` is from the end of the claim until then.
 
     `released` events were given back untried.
     """

@@ -56,6 +56,15 @@ async def test_a_claim_has_its_events_a_token_and_nine_tenths_of_its_lease(
     assert timedelta(seconds=15) < left <= timedelta(seconds=20)
 
 
+async def test_a_claim_names_the_process_that_makes_it_also_after_a_fork(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await emit(outbox, sessions, 1)
+    monkeypatch.setattr("os.getpid", lambda: 4711)
+    await claim(outbox, sessions)
+    assert await rows(engine, "SELECT split_part(claimed_by, ':', 2) FROM outbox_claims") == [("4711",)]
+
+
 async def test_without_anything_to_take_there_is_no_claim(outbox: Outbox, sessions: Sessions) -> None:
     assert await outbox.ledger.claim(sessions, limit=10, lease=LEASE) is None
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from sqlalchemy import MetaData, text
@@ -26,9 +28,10 @@ from oncely.telemetry import (
     EventsTakenOver,
     Outage,
 )
-from oncely.testing import RecordingPublisher
-from tests.outboxes import Sessions, claim, emit, execute, expire_claims, sent_sql
+from oncely.testing import RecordingObserver, RecordingPublisher
+from tests.outboxes import Sessions, claim, claiming_is_held_up, emit, execute, expire_claims, sent_sql
 from tests.telemetry import Recorder, records_made
+from tests.waiting import backend_waits
 
 pytestmark = pytest.mark.in_schema
 
@@ -65,6 +68,27 @@ async def test_an_event_is_told_after_the_commit(
         await outbox.emit(session, "t", 1)
         assert observer.records == []
     assert observer.records == [emitted()]
+
+
+@pytest.mark.parametrize("once", ["Relay.run_once", "Outbox.relay_once"])
+async def test_the_time_of_a_claim_is_not_told_again_as_that_of_its_batch(
+    engine: AsyncEngine, sessions: Sessions, once: str, outbox: Outbox
+) -> None:
+    told = RecordingObserver()
+    watched, publish = Outbox(MetaData(), observer=told), RecordingPublisher()
+    await emit(outbox, sessions, 1)
+    begun = time.monotonic()
+    async with claiming_is_held_up(engine) as claimer:
+        relay = Relay(watched, sessions, publish)
+        work: Any = relay.run_once() if once == "Relay.run_once" else watched.relay_once(sessions, publish)
+        working = asyncio.create_task(work)
+        await backend_waits(engine, "advisory")
+        await asyncio.sleep(0.2)  # what a claim takes, when others are made before it
+        await claimer.rollback()
+        await working
+    [first], [second] = told.of(BatchClaimed), told.of(BatchSettled)
+    assert first.duration >= timedelta(seconds=0.2)
+    assert first.duration + second.duration <= timedelta(seconds=time.monotonic() - begun)
 
 
 async def test_an_event_that_is_rolled_back_is_not_told(
