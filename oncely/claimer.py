@@ -21,7 +21,7 @@ from oncely.transaction import is_lock_timeout
 __all__ = ["Claimer"]
 
 _PATIENCE = timedelta(seconds=5)
-"""How long a claimer may stand still, and a cancel waits for one. `_BECOME` tells the server the same."""
+"""How long whoever has the lock may stand still, and a cancel waits for a claimer."""
 
 
 class Claimer:
@@ -59,44 +59,49 @@ class Claimer:
                 if not is_lock_timeout(error):
                     raise
                 ended = False
-            await savepoint.rollback()  # lets go of the lock, and takes back the setting
+            await savepoint.rollback()  # lets go of the lock, and takes back the settings
         return ended
 
+
+# The lock's two numbers: "once" in ASCII, and the table.
+_CLASS = 1869505381
+_LOCK = f"{_CLASS}, '{{claims}}'::regclass::oid::int4"
+
+_STALLED_AFTER = f"'idle_in_transaction_session_timeout', '{_PATIENCE // timedelta(milliseconds=1)}'"
 
 # In a statement of its own, so that the next one sees what was committed while this one waited. A
 # claimer that stalls with the lock is ended by the server, or by the next, so it cannot stop the others.
 # A queue's statistics are always out of date, so for this transaction the planner is told what is known:
 # along the indexes, with the plan that is there. Nobody waits for the disk: when the server crashes, a
 # claim that is lost with it means no more than that its events are claimed again.
-_BECOME = """
-SELECT EXISTS (SELECT FROM {claims} WHERE expires_at <= statement_timestamp()) AS expired,
+_BECOME = f"""
+SELECT EXISTS (SELECT FROM {{claims}} WHERE expires_at <= statement_timestamp()) AS expired,
        pg_current_xact_id_if_assigned() IS NOT NULL AS writes,
        count(set_config(name, value, true))
-FROM pg_advisory_xact_lock(1869505381, '{claims}'::regclass::oid::int4),
-     (VALUES ('idle_in_transaction_session_timeout', '5000'), ('plan_cache_mode', 'force_generic_plan'),
-             ('enable_seqscan', 'off'), ('enable_bitmapscan', 'off'), ('jit', 'off'),
-             ('synchronous_commit', 'off')) AS setting (name, value)
-"""
+FROM pg_advisory_xact_lock({_LOCK}),
+     (VALUES ({_STALLED_AFTER}), ('plan_cache_mode', 'force_generic_plan'), ('enable_seqscan', 'off'),
+             ('enable_bitmapscan', 'off'), ('jit', 'off'), ('synchronous_commit', 'off')
+     ) AS setting (name, value)
+"""  # noqa: S608  a constant
 
 # Shared: those who keep the claimer out do not keep each other out. They may stall with the lock as well.
-_KEEP_OUT = """
-SELECT pg_advisory_xact_lock_shared(1869505381, '{claims}'::regclass::oid::int4)
-FROM set_config('idle_in_transaction_session_timeout', '5000', true)
-"""
+_KEEP_OUT = f"""
+SELECT pg_advisory_xact_lock_shared({_LOCK}) FROM set_config({_STALLED_AFTER}, true)
+"""  # noqa: S608  a constant
 
 # The caller's own limit holds where it is lower.
-_WAIT = """
-SELECT pg_advisory_xact_lock_shared(1869505381, '{claims}'::regclass::oid::int4)
+_WAIT = f"""
+SELECT pg_advisory_xact_lock_shared({_LOCK})
 FROM CAST(current_setting('lock_timeout') AS interval) AS own,
      set_config('lock_timeout',
         (1000 * extract(epoch FROM least(:patience, nullif(own, '0'))))::int::text, true) AS waiting,
-     set_config('idle_in_transaction_session_timeout', '5000', true) AS stalling
-"""
+     set_config({_STALLED_AFTER}, true) AS stalling
+"""  # noqa: S608  a constant
 
-_END_STALLED = """
+_END_STALLED = f"""
 SELECT pg_terminate_backend(pid) FROM pg_locks JOIN pg_stat_activity USING (pid)
 WHERE locktype = 'advisory' AND granted AND objsubid = 2
   AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
-  AND classid = 1869505381 AND objid = '{claims}'::regclass
+  AND classid = {_CLASS} AND objid = '{{claims}}'::regclass
   AND usename = current_user AND wait_event_type = 'Client' AND state_change < clock_timestamp() - :patience
-"""
+"""  # noqa: S608  a constant

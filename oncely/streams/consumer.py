@@ -68,9 +68,9 @@ class StreamConsumer:
         await consumer.run(stop)
 
     `consumer` is this worker's name in the group. Names of workers that live at the same time must
-    differ; the default is one of its own. A worker that starts under the name of one that died or was
-    stopped handles at once what that one left, before anything new: so one worker keeps the order of
-    each key over its restarts.
+    differ; the default is one of its own, chosen here: so make a consumer after a fork, not before. A
+    worker that starts under the name of one that died or was stopped handles at once what that one left,
+    before anything new: so one worker keeps the order of each key over its restarts.
 
     An entry that was not acknowledged for `retry_after_ms` is delivered again, `max_attempts` times
     in all, and is then moved to `dead_letter_stream` (default: the stream's name and `:dead`).

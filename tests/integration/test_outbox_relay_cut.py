@@ -312,7 +312,8 @@ async def test_a_relay_that_has_waited_in_vain_looks_for_a_stalled_claimer(
 ) -> None:
     assert await outbox.relay_once(sessions, publish) == []
     await emit(outbox, sessions, 1)
-    async with asyncio.timeout(10), stalled_claimer(database, engine, outbox, "amid a statement"):
+    monkeypatch.setattr("oncely.claimer._PATIENCE", timedelta(hours=1))
+    async with asyncio.timeout(30), stalled_claimer(database, engine, outbox, "amid a statement"):
         for _ in range(2):  # the claimer has not stood still for long enough
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.2):
