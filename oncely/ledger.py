@@ -62,7 +62,7 @@ class Failure:
 
 
 class Ledger:
-    """The claims of one outbox. One per relay process; any number of them work side by side.
+    """The claims of one outbox. Relays of one Outbox share it; any number of them work side by side.
 
     `on_taken_over` is told of how many events a claim has found that a relay did not come back with.
     """

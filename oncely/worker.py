@@ -123,6 +123,11 @@ class Worker:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._ending = asyncio.Event()
 
+    @property
+    def patience(self) -> timedelta:
+        """How long after a stop the services are waited for, before they are cancelled."""
+        return self.grace * 4 / 5
+
     def health(self) -> tuple[ServiceHealth, ...]:
         """How each service is, in the order in which they were given; a second one of a name has a number."""
         return tuple(
@@ -210,7 +215,7 @@ class Worker:
         await wait_for_either(self._ending.wait(), stop)
         _log.info("stopping")
         self._ending.set()
-        _, running = await asyncio.wait(self._tasks.values(), timeout=self.grace.total_seconds() * 4 / 5)
+        _, running = await asyncio.wait(self._tasks.values(), timeout=self.patience.total_seconds())
         for task in running:
             _log.error("%s has not ended in its time; it is cancelled", task.get_name())
             task.cancel()

@@ -96,12 +96,12 @@ def _check_consumer(consumer: StreamConsumer) -> Iterable[Finding]:
 def _check_grace(worker: Worker) -> Iterable[Finding]:
     for service in worker.services:
         grace = getattr(service, "grace", None)
-        if isinstance(grace, timedelta) and 2 * grace > worker.grace * 0.8:
+        if isinstance(grace, timedelta) and 2 * grace > worker.patience:
             yield Finding(
                 "wrong",
                 getattr(service, "name", type(service).__name__),
                 f"may take 2 x {spell(grace)} to stop (grace, and as long again to give back), and the "
-                f"worker cancels it after {spell(worker.grace * 0.8)} (4/5 of its grace, "
+                f"worker cancels it after {spell(worker.patience)} (4/5 of its grace, "
                 f"{spell(worker.grace)})",
             )
 

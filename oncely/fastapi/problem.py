@@ -76,9 +76,10 @@ def problem_of(error: BaseException) -> Problem | None:
 
 
 def add_problem_handlers(app: FastAPI) -> None:
-    """Let the whole application answer InvalidKeyHeader, KeyReused and KeyInFlight as a guarded route does.
+    """Let the whole application answer oncely's errors of the table above as a guarded route does.
 
-    For routes that use IdempotencyKeyHeader and `keys.run` by themselves.
+    For routes that use IdempotencyKeyHeader and `keys.run` by themselves. Serialization failures and
+    deadlocks, which other routes have too, are left to the application.
     """
     for error in (InvalidKeyHeader, KeyReused, KeyInFlight, TransactionConflict):
         app.add_exception_handler(error, _answer)

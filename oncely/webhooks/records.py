@@ -31,7 +31,10 @@ ENDED_BADLY = (State.EXPIRED, State.REJECTED, State.QUARANTINED)
 
 @dataclass(frozen=True, slots=True)
 class WebhookRecord:
-    """One webhook. `last_error` is a class, or "HTTP n"; `due_at` is when the next attempt may begin."""
+    """One webhook. `last_error` is a class, or "HTTP n".
+
+    `due_at` is when the next attempt may begin; of one that is being sent or quarantined, the lease's end.
+    """
 
     id: UUID
     state: State
