@@ -1,8 +1,9 @@
 """Retention: finished rows are deleted in bounded batches.
 
 What is finished, each room says in its own `prune`: published events, keys past their time, handled
-messages. Here is what they have in common: how a cutoff is given, that no statement deletes more than
-a batch, and the service that prunes them all for ever, each batch in a short transaction of its own.
+messages, effects that are done or failed. Here is what they have in common: how a cutoff is given,
+that no statement deletes more than a batch, and the service that prunes them all for ever, each batch
+in a short transaction of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ The casts are for psycopg, which sends what is missing without a type: an age wo
 
 
 class Prunable(Protocol):
-    """What can be pruned: an Outbox, IdempotencyKeys, an Inbox, Webhooks."""
+    """What can be pruned: an Outbox, IdempotencyKeys, an Inbox, Effects, Webhooks."""
 
     @property
     def table(self) -> Table: ...

@@ -74,6 +74,7 @@ booking = StreamConsumer(redis, stream={stream!r}, group="booking")
 booking.subscribe("order.paid", inbox.handler(sessions, book, consumer="booking"))
 worker = Worker(relay, consumer, retention)
 calm = StreamConsumer(redis, stream={stream!r}, group="billing", concurrency=8)
+careful = Worker(Retention(sessions, {{effects: timedelta(days=7)}}))
 forgetful = [relay, calm, Retention(sessions, {{inbox: timedelta(days=30)}})]
 everything = [worker, inbox, effects, webhooks]
 outboxes = [outbox, sessions]

@@ -143,18 +143,17 @@ async def _check_pools(services: Sequence[object], consumers: Sequence[StreamCon
         if not isinstance(pool, QueuePool) or pool._max_overflow < 0:  # noqa: SLF001  SQLAlchemy shows it nowhere
             continue
         most = pool.size() + pool._max_overflow  # noqa: SLF001  as above
+        shared_by = "1 service" if len(names) == 1 else f"{len(names)} services"
         arithmetic = f"{most} connections (pool_size {pool.size()} + max_overflow {pool._max_overflow})"  # noqa: SLF001
         where = f"pool of {engine.url.database}"
         if len(names) > most:
-            findings.append(
-                Finding("wrong", where, f"{arithmetic} for {len(names)} services: {', '.join(names)}")
-            )
+            findings.append(Finding("wrong", where, f"{arithmetic} for {shared_by}: {', '.join(names)}"))
         elif len(names) + handlers > most:
             findings.append(
                 Finding(
                     "advice",
                     where,
-                    f"{arithmetic} for {len(names)} services and, if they use it, up to {handlers} handlers: "
+                    f"{arithmetic} for {shared_by} and, if they use it, up to {handlers} handlers: "
                     f"{len(names) + handlers - most} may wait for a connection",
                 )
             )

@@ -62,7 +62,8 @@ def list_(
             print_json({"effects": rows, "more": more})
             return
         if not rows:
-            print_line("no such effects")
+            wanted = " or ".join(one.value for one in status or (Status.PENDING, Status.UNKNOWN))
+            print_line(f"no effect is {wanted}")
             return
         names = ["key", "where", "status", "attempts", "created_at", "updated_at", "error"]
         print_table(
@@ -82,8 +83,9 @@ def show(
     result: Annotated[bool, typer.Option("--result", help="Also what the call returned.")] = False,
     json: Json = False,
 ) -> None:
-    """Show an effect: how it stands, and the token by which the provider knows it.
+    """Show how an effect stands.
 
+    The provider token is what the provider knows the call by.
     --json gives the fields of list and provider_token; with --result also result, as JSON.
     """
 
@@ -116,11 +118,11 @@ def resolve(
     ] = False,
     yes: Yes = False,
 ) -> None:
-    """Say what became of a call that is in doubt; its later runs go by that.
+    """Say what became of a call that is in doubt.
 
-    Ask the provider first: by the provider token, which show shows. --done and --failed are for effects
-    that are unknown, and --forget also for finished ones. A call that its owner is making now is left to
-    its owner.
+    Later runs go by that. Ask the provider first: by the provider token, which show shows. --done and
+    --failed are for effects that are unknown, and --forget also for finished ones. A call that its owner
+    is making now is left to its owner.
     """
     if done + failed + forget != 1:
         raise Failure("say one of --done, --failed and --forget", exit_code=WRONG_USE)
@@ -160,7 +162,7 @@ class _One:
 
 def _stored(rooms: Rooms) -> list[Stored[Effects]]:
     if not rooms.effects:
-        raise Failure("there are no effects here")
+        raise Failure("there are no effects here; a target shows what it holds, --database-url alone all")
     return list(rooms.effects)
 
 

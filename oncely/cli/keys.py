@@ -35,7 +35,8 @@ def show(
 
     Its state is answered, expired (free for the next request) or unanswered: it was committed without an
     answer, and is refused until it is forgotten. --json gives where, scope, key, state, status,
-    created_at, expires_at; with --answer also headers and body (bytes as hexadecimal).
+    created_at, expires_at; with --answer also headers and body (bytes as hexadecimal, which without
+    --json are shown as text where they are UTF-8).
     """
 
     async def work() -> None:
@@ -45,7 +46,7 @@ def show(
         if json:
             print_json(facts)
         else:
-            print_facts(facts)
+            print_facts(facts | ({"body": _legible(record)} if answer else {}))
 
     asyncio.run(work())
 
@@ -53,9 +54,10 @@ def show(
 @keys.command()
 @placed
 def forget(place: Place, key: str, scope: _Scope, yes: Yes = False) -> None:
-    """Make a key free: the next request of it is worked on as if it were the first.
+    """Make a key free, as if it had never come.
 
-    Check first what its work did. A key that is being worked on is waited for.
+    The next request of it does the work again. Check first what its work did. A key that is being worked
+    on is waited for.
     """
 
     async def work() -> None:
@@ -75,7 +77,9 @@ def forget(place: Place, key: str, scope: _Scope, yes: Yes = False) -> None:
 
 async def _find(rooms: Rooms, scope: str, key: str) -> tuple[Stored[IdempotencyKeys], KeyRecord]:
     if not rooms.keys:
-        raise Failure("there are no idempotency keys here")
+        raise Failure(
+            "there are no idempotency keys here; a target shows what it holds, --database-url alone all"
+        )
     found = []
     for at in rooms.keys:
         async with at.sessionmaker() as session:
@@ -94,6 +98,17 @@ def _state(record: KeyRecord) -> str:
     if record.expired:
         return "expired"
     return "unanswered" if record.answer is None else "answered"
+
+
+def _legible(record: KeyRecord) -> str | None:
+    """The body for a person: bytes as the text that they nearly always are."""
+    body = None if record.answer is None else record.answer.body
+    if not isinstance(body, bytes):
+        return body
+    try:
+        return body.decode()
+    except UnicodeDecodeError:
+        return body.hex()
 
 
 def _facts(name: str, record: KeyRecord, *, answer: bool) -> dict[str, Any]:

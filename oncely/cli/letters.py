@@ -55,7 +55,8 @@ class Chosen:
     def __post_init__(self) -> None:
         for each in self.ids or ():
             if _uuid(each) is None and not _ENTRY.fullmatch(each):
-                raise Failure(f"{each!r} is no id of a dead letter", exit_code=WRONG_USE)
+                hint = "; a target comes before the ids" if ":" in each else ""
+                raise Failure(f"{each!r} is no id of a dead letter{hint}", exit_code=WRONG_USE)
 
     @property
     def is_everything(self) -> bool:

@@ -128,7 +128,7 @@ class _Finds:
             self.add(found.outbox, found.sessionmaker)
         elif isinstance(found, Retention):
             for prunable, age in found.keep.items():
-                if isinstance(prunable, (Outbox, IdempotencyKeys, Inbox)) or is_webhooks(prunable):
+                if isinstance(prunable, (Outbox, IdempotencyKeys, Inbox, Effects)) or is_webhooks(prunable):
                     self.add(prunable, found.sessionmaker)
                     self.ages[prunable.table.fullname] = age
         elif isinstance(found, (Outbox, IdempotencyKeys, Inbox)):
@@ -151,7 +151,7 @@ class _Finds:
                 self.walk(each, within=True)
         elif not within:
             raise Failure(
-                f"{self.place.target!r} is a {type(found).__name__}; name a Worker, one of oncely's "
+                f"{self.place.target!r} is of type {type(found).__name__}; name a Worker, one of oncely's "
                 "objects (Relay, Outbox, StreamConsumer, Inbox, …) or a list of them",
                 exit_code=WRONG_USE,
             )

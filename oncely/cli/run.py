@@ -13,7 +13,7 @@ from oncely.cli.health import with_health_server
 from oncely.cli.place import AppDir
 from oncely.cli.target import load
 from oncely.process import LoopFactory
-from oncely.worker import Worker
+from oncely.worker import Service, Worker
 
 __all__ = ["run"]
 
@@ -43,7 +43,10 @@ def run(
     """
     worker = load(target, app_dir=app_dir)
     if not isinstance(worker, Worker):
-        raise Failure(f"{target!r} is a {type(worker).__name__}, and not a Worker", exit_code=WRONG_USE)
+        remedy = "; make it one: Worker(…)" if isinstance(worker, Service) else ""
+        raise Failure(
+            f"{target!r} is of type {type(worker).__name__}, and not a Worker{remedy}", exit_code=WRONG_USE
+        )
     if health_port is not None:
         worker = with_health_server(worker, host=health_host, port=health_port)
     loop_factory = _uvloop() if uvloop else None

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import Any, Self, TypeVar
 
 from sqlalchemy import CursorResult, RowMapping, Table
-from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
 
 from oncely.arguments import LONGEST, check_count, check_duration, check_kind
 from oncely.effects import statements
@@ -19,7 +19,7 @@ from oncely.effects.record import EffectRecord, EffectStats, Status
 from oncely.effects.short_transaction import AnyDialect, in_short_transaction
 from oncely.effects.store import FINISHED, OPEN, Store, new_token
 from oncely.storable import check_key, encode_json
-from oncely.transaction import Sessionmaker, check_sessionmaker
+from oncely.transaction import Sessionmaker, check_sessionmaker, says_what_is_missing
 
 __all__ = ["TableStore"]
 
@@ -174,6 +174,18 @@ class TableStore(Store):
         if limit is not None:
             check_count(limit, "limit", least=0)
         return await self._execute(statements.purge(self.table, age, wanted, limit), _count)
+
+    async def prune(
+        self, session: AsyncSession, *, older_than: timedelta | float, limit: int | None = None
+    ) -> int:
+        """`purge` of all that is finished, in the transaction of `session`: so Retention does it."""
+        age, wanted = _old(older_than, FINISHED)
+        if limit is not None:
+            check_count(limit, "limit", least=0)
+        connection = await session.connection(bind_arguments={"clause": self.table})
+        statement = statements.purge(self.table, age, wanted, limit)[connection.dialect.name]
+        with says_what_is_missing(self.table):
+            return _count(await connection.execute(statement))
 
     async def purgeable(
         self,

@@ -100,7 +100,11 @@ async def test_a_table_that_is_not_there_ends_it_with_1_and_its_name(places: dic
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("tests.acceptance.worker_process:GROUP", "is a str, and not a Worker"),
+        ("tests.acceptance.worker_process:GROUP", "is of type str, and not a Worker"),
+        (
+            "tests.acceptance.worker_process:SERVICE",
+            "is of type Bug, and not a Worker; make it one: Worker(…)",
+        ),
         ("tests.acceptance.worker_process:absent", "has no attribute 'absent'"),
         ("tests.acceptance.absent:worker", "there is no module 'tests.acceptance.absent'"),
     ],

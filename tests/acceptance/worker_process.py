@@ -98,6 +98,9 @@ class Bug:
         raise ZeroDivisionError("the bug")
 
 
+SERVICE = Bug()
+
+
 def make_worker(
     database_url: str, redis_url: str, stream: str, grace: timedelta, *, bug: bool = False
 ) -> Worker:

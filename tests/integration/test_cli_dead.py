@@ -313,7 +313,11 @@ async def test_on_a_terminal_it_asks_and_goes_by_the_answer(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["replay", "shop"], "'shop' is no id of a dead letter"),
+        (["replay", "shop"], "'shop' is no id of a dead letter\n"),
+        (
+            ["show", "1-0", "shop:worker"],
+            "'shop:worker' is no id of a dead letter; a target comes before the ids",
+        ),
         (["show"], "say which: give an id"),
         (["list", "--after", "soon"], "--after: 'soon' is no moment; write 2026-01-31T12:00:00Z, or 2h"),
         (["list", "--before", "2026-01-31"], "--before: '2026-01-31' has no time zone"),

@@ -59,7 +59,7 @@ async def test_the_list_has_what_is_open_or_what_is_asked_for(shop: Shop, unknow
     ]
     assert "secret" not in ran.stdout
     assert await oncely("effects", "list", shop.target(), "--status", "failed") == Ran(
-        0, "no such effects\n", ""
+        0, "no effect is failed\n", ""
     )
 
 
@@ -226,6 +226,21 @@ async def test_a_key_is_shown_without_its_answer_unless_that_is_asked_for(
     assert (ran.json["headers"], ran.json["body"]) == ([], "secret")
 
 
+@pytest.mark.parametrize(("body", "read"), [(b'{"paid": 7}', '{"paid": 7}'), (b"\xff\x00", "ff00")])
+async def test_a_person_reads_a_stored_body_of_bytes_as_the_text_that_it_is(
+    shop: Shop, body: bytes, read: str
+) -> None:
+    async def work() -> tuple[int, bytes]:
+        return 201, body
+
+    async with shop.sessions.begin() as session:
+        await shop.keys.run(session, scope="7", key="k:1", fingerprint=b"1" * 32, work=work)
+    words = ["keys", "show", shop.target("rooms"), "k:1", "--scope", "7", "--answer"]
+    ran = await oncely(*words)
+    assert dict(line.split(maxsplit=1) for line in ran.stdout.splitlines() if line)["body"] == read
+    assert (await oncely(*words, "--json")).json["body"] == body.hex()
+
+
 async def test_a_person_reads_a_fact_on_each_line(shop: Shop) -> None:
     await store_key(shop)
     ran = await oncely("keys", "show", shop.target("rooms"), "k:1", "--scope", "7")
@@ -291,6 +306,7 @@ async def test_a_key_is_forgotten_after_a_yes(shop: Shop) -> None:
 
 async def test_a_target_without_keys_or_effects_says_so(shop: Shop) -> None:
     ran = await oncely("keys", "show", shop.target("relay"), "k", "--scope", "")
-    assert ran == Ran(1, "", "oncely: there are no idempotency keys here\n")
+    hint = "; a target shows what it holds, --database-url alone all"
+    assert ran == Ran(1, "", f"oncely: there are no idempotency keys here{hint}\n")
     ran = await oncely("effects", "list", shop.target("relay"))
-    assert ran == Ran(1, "", "oncely: there are no effects here\n")
+    assert ran == Ran(1, "", f"oncely: there are no effects here{hint}\n")

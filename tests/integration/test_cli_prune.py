@@ -104,6 +104,11 @@ async def test_without_an_age_a_retention_says_it(shop: Shop, old: None, engine:
     assert await left(engine) == [1, 1, 1, 2, 2]
 
 
+async def test_a_retention_says_also_how_long_effects_are_kept(shop: Shop, old: None) -> None:
+    ran = await oncely("prune", shop.target("careful"), "--yes")
+    assert (ran.exit_code, ran.stdout) == (0, "effects: 1 deleted, older than 7d\n")
+
+
 async def test_it_works_in_batches_and_deletes_no_more_than_the_limit(
     shop: Shop, old: None, engine: AsyncEngine, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -332,7 +332,7 @@ async def test_a_database_that_is_away_is_one_line_without_the_password(driver_i
         (["--stream", "shop"], "a stream needs --redis-url or ONCELY_REDIS_URL, or a target"),
         (["--stream", "shop", "--redis-url", "hush"], "Redis's URL cannot be read; it has the form redis://"),
         (["json:loads", "--schema", "shop"], "--schema goes without a target, which says its schema itself"),
-        (["json:__doc__"], "'json:__doc__' is a str; name a Worker, one of oncely's objects"),
+        (["json:__doc__"], "'json:__doc__' is of type str; name a Worker, one of oncely's objects"),
     ],
 )
 async def test_what_is_wrong_use_is_one_line_and_exit_code_2(words: list[str], message: str) -> None:

@@ -15,7 +15,7 @@ import os
 import re
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from sqlalchemy.orm import DeclarativeBase
 from oncely import Event, Outbox, PublisherUnavailable, Relay, Worker
 from oncely.backoff import Backoff
 from oncely.event import uuid7
-from oncely.streams import stream_publisher
+from oncely.streams import StreamConsumer, stream_publisher
 from oncely.webhooks import Message, StandardWebhooks
 from tests.database import Database
 from tests.streams import entries
@@ -93,13 +93,17 @@ def _anchors(page: Path) -> list[str]:
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 
 
-def test_the_relays_settings_are_listed_with_their_defaults() -> None:
-    table = README.read_text().partition("| setting | default | what it is |\n|---|---|---|\n")[2]
+@pytest.mark.parametrize(("service", "unlisted"), [(Relay, ()), (StreamConsumer, ("stream", "observer"))])
+def test_the_settings_are_listed_with_their_defaults(service: type, unlisted: Sequence[str]) -> None:
+    of_service = README.read_text().partition(f"\n`{service.__name__}` has these settings")[2]
+    table = of_service.partition("| setting | default | what it is |\n|---|---|---|\n")[2]
     listed = [
         [cell.strip() for cell in row.split("|")[1:3]] for row in table.partition("\n\n")[0].splitlines()
     ]
     settings = [
-        each for each in inspect.signature(Relay).parameters.values() if each.kind is each.KEYWORD_ONLY
+        each
+        for each in inspect.signature(service).parameters.values()
+        if each.kind is each.KEYWORD_ONLY and each.name not in unlisted
     ]
     assert listed == [[f"`{each.name}`", _in_words(each.default)] for each in settings]
 
