@@ -99,56 +99,31 @@ class Ledger:
 
     async def claim(self, sessionmaker: Sessionmaker, *, limit: int, lease: timedelta) -> Claim | None:
         """Take up to `limit` events for `lease`; None when nothing may be published now."""
-        begun, token = time.monotonic(), uuid4()
-        unanswered = list(self._unanswered)
-        choice: Choice | None = None
-        entered = expired = writes = False
-        taken_over = 0
+        begun = time.monotonic()
         self._tried_first = not self._tried_first
         self._floor = floor = self._floor.fresh(begun)
-        keys_used: frozenset[str] = frozenset()
-
-        def choose(connection: Connection) -> None:
-            nonlocal choice, entered, expired, writes, taken_over, keys_used
-            if self._claimer_in_doubt:
-                self._claimer.end_stalled(connection)
-            expired, writes = self._claimer.become(connection)
-            entered = True
-            if expired:
-                taken_over = self._reaper.reap(connection)
-            if unanswered:
-                connection.execute(self._release, {"tokens": unanswered})
-            # As they are now: another claim of this ledger may have learnt while this one waited.
-            keys_used = floor.detour_keys
-            choice = self._chooser.choose(
-                connection,
-                floor,
-                token=token,
-                claimed_by=f"{self._host}:{os.getpid()}",  # now: an outbox may be made before a fork
-                lease=lease,
-                limit=limit,
-                tried_first=self._tried_first,
-            )
-
+        making = _Making(uuid4(), limit, lease, floor, unanswered=list(self._unanswered))
         try:
-            await transact(sessionmaker, self._events, choose)
+            await transact(sessionmaker, self._events, lambda connection: self._make(connection, making))
         except BaseException:
-            if choice is not None:
-                self._unanswered.add(token)
+            if making.choice is not None:
+                self._unanswered.add(making.token)
             raise
         finally:
-            self._claimer_in_doubt = not entered
-        self._unanswered.difference_update(unanswered)
-        if taken_over and self._on_taken_over is not None:
-            self._on_taken_over(taken_over)
+            self._claimer_in_doubt = not making.entered
+        self._unanswered.difference_update(making.unanswered)
+        if making.taken_over and self._on_taken_over is not None:
+            self._on_taken_over(making.taken_over)
+        choice = making.choice
         if choice is None:
             return None
         if not choice.events:  # deleted by hand in this very moment
-            self._unanswered.add(token)
+            self._unanswered.add(making.token)
             return None
-        trust_position = not (writes or expired or unanswered or choice.repeated)
-        self._floor = floor.after(choice.facts, keys_used=keys_used, trust_position=trust_position)
-        return Claim(token=token, events=choice.events, deadline=begun + lease.total_seconds() * HELD)
+        trust_position = not (making.writes or choice.repeated)
+        self._floor = floor.after(choice.facts, keys_used=making.keys_used, trust_position=trust_position)
+        deadline = begun + lease.total_seconds() * HELD
+        return Claim(token=making.token, events=choice.events, deadline=deadline)
 
     async def settle(
         self,
@@ -202,6 +177,29 @@ class Ledger:
         held = await self._alone(sessionmaker, self._renew, {"token": claim.token, "lease": lease})
         return begun + lease.total_seconds() * HELD if held else None
 
+    def _make(self, connection: Connection, making: _Making) -> None:
+        """Be the claimer, put in order what was left by others and by us, and choose."""
+        if self._claimer_in_doubt:
+            self._claimer.end_stalled(connection)
+        expired, writes = self._claimer.become(connection)
+        making.entered = True
+        making.writes = writes or expired or bool(making.unanswered)
+        if expired:
+            making.taken_over = self._reaper.reap(connection)
+        if making.unanswered:
+            connection.execute(self._release, {"tokens": making.unanswered})
+        # As they are now: another claim of this ledger may have learnt while this one waited.
+        making.keys_used = making.floor.detour_keys
+        making.choice = self._chooser.choose(
+            connection,
+            making.floor,
+            token=making.token,
+            claimed_by=f"{self._host}:{os.getpid()}",  # now: an outbox may be made before a fork
+            lease=making.lease,
+            limit=making.limit,
+            tried_first=self._tried_first,
+        )
+
     async def _alone(
         self, sessionmaker: Sessionmaker, statement: Statement, parameters: dict[str, object]
     ) -> object:
@@ -209,6 +207,25 @@ class Ledger:
         return await alone(
             sessionmaker, self._events, lambda connection: connection.execute(statement, parameters).scalar()
         )
+
+
+@dataclass(slots=True)
+class _Making:
+    """A claim in the making: what is asked for, and how far its transaction has come, wherever it is cut off.
+
+    `unanswered` are those given back in it. `writes`: it may have had its transaction id before it chose.
+    """
+
+    token: UUID
+    limit: int
+    lease: timedelta
+    floor: Floor
+    unanswered: list[UUID]
+    entered: bool = False
+    writes: bool = False
+    taken_over: int = 0
+    keys_used: frozenset[str] = frozenset()
+    choice: Choice | None = None
 
 
 # Only a claim that is still there may mark anything: a relay that lost it has been replaced. What was
