@@ -56,6 +56,7 @@ def prune(
     over, whatever their age), handled messages, effects that are done or failed, and webhooks that ended
     (seven days after their last possible retry at the earliest). Never an event that was not published,
     an effect in doubt or a quarantined webhook. Without --older-than, a target's Retention says how old.
+    A key, a message or an effect that comes again after that is new: its work is done, its call made again.
 
     Each transaction deletes 1,000 rows at most and passes over what somebody has locked. --json gives
     {"asked": 3, "done": 3, "by": [{where, older_than_seconds, asked, done}]}; a count of 100,000 before

@@ -13,6 +13,9 @@ import inspect
 import json
 import os
 import re
+import subprocess
+import sys
+import textwrap
 import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -52,6 +55,45 @@ def blocks(page: Path) -> Iterator[tuple[int, str]]:
 def provider(request: httpx.Request) -> httpx.Response:
     """Somebody else's payment service, as far as the README needs it."""
     return httpx.Response(200, json=json.loads(request.content) if request.method == "POST" else [])
+
+
+SERVERS_ANSWER = """
+import asyncio
+import os
+
+from redis.asyncio import Redis
+from sqlalchemy.ext.asyncio import create_async_engine
+
+
+def test_both_servers_answer() -> None:
+    async def asked() -> tuple[object, object]:
+        engine = create_async_engine(os.environ["DATABASE_URL"])
+        redis = Redis.from_url(os.environ["REDIS_URL"])
+        async with engine.connect() as connection:
+            one = (await connection.exec_driver_sql("SELECT 1")).scalar_one()
+        pong = await redis.ping()
+        await redis.aclose()
+        await engine.dispose()
+        return one, pong
+
+    assert asyncio.run(asked()) == (1, True)
+"""
+
+
+def test_the_conftest_of_the_testing_page_gives_both_servers(tmp_path: Path) -> None:
+    page = (DOCS / "testing.md").read_text()
+    block = re.search(r"^    import os\n(?:    .*\n|\n)+", page, re.MULTILINE)
+    assert block is not None
+    (tmp_path / "conftest.py").write_text(textwrap.dedent(block[0]))
+    (tmp_path / "test_servers.py").write_text(SERVERS_ANSWER)
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ran.returncode, ran.stdout.splitlines()[-1].split(" in ")[0]) == (0, "1 passed"), ran.stdout
 
 
 def test_every_promise_names_the_tests_that_prove_it_and_they_exist() -> None:
