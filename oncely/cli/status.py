@@ -156,7 +156,9 @@ def _print(seen: Look) -> None:
     _print_table("outbox", states, seen.outboxes)
     facts = ("group", "unread", "pending", "oldest_pending_seconds")
     groups = [
-        stream | group for stream in seen.streams for group in stream["groups"] or [dict.fromkeys(facts)]
+        stream | group | ({"dead_letters": None} if number else {})  # the stream's, and so said once
+        for stream in seen.streams
+        for number, group in enumerate(stream["groups"] or [dict.fromkeys(facts)])
     ]
     _print_table("stream", (*facts, "dead_letters"), groups)
     _print_table("inbox", ("handled", "oldest_at", "newest_at"), seen.inboxes)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.asyncio import Redis
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
@@ -249,6 +250,16 @@ async def test_a_person_reads_tables_without_a_payload_a_key_or_a_secret(shop: S
     assert [word for word in ("secret", "k-1", "charge:", "order.paid") if word in ran.stdout] == []
     ran = await oncely("status", shop.target("rooms"))
     assert max(map(len, ran.stdout.splitlines())) <= 80
+
+
+async def test_the_dead_letters_of_a_stream_are_said_once_however_many_groups_it_has(
+    shop: Shop, redis: Redis
+) -> None:
+    await fill(shop)
+    await redis.xgroup_create(shop.stream, "second", id="$")
+    ran = await oncely("status", shop.target("consumer"))
+    lines = [line.split() for line in ran.stdout.splitlines() if line.startswith(shop.stream)]
+    assert [(line[1], line[-1]) for line in lines] == [("billing", "0"), ("second", "-")]
 
 
 async def test_a_group_is_chosen_and_one_that_is_not_there_is_an_error(shop: Shop) -> None:
