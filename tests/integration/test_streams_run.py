@@ -533,7 +533,7 @@ async def test_a_slow_handler_keeps_its_entry(redis: Redis, stream: str) -> None
 async def test_entries_that_wait_behind_a_failed_one_are_kept_too(redis: Redis, stream: str) -> None:
     """Whoever retries the failed one, its followers stay where they are and keep their turn."""
     calls: list[tuple[str, str, int]] = []
-    consumers = [StreamConsumer(redis, stream=stream, retry_after_ms=200, consumer=name) for name in "ab"]
+    consumers = [StreamConsumer(redis, stream=stream, retry_after_ms=600, consumer=name) for name in "ab"]
     for consumer in consumers:
 
         @consumer.subscribe("*")
