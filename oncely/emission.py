@@ -7,7 +7,6 @@ relays (see `floor`) rests on that. Everything that can be refused is refused be
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 from uuid import UUID
 
@@ -15,7 +14,7 @@ from sqlalchemy import ARRAY, Interval, Table, Text, Uuid
 from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.types import TypeEngine
 
-from oncely.arguments import check_kind
+from oncely.arguments import LONGEST, check_kind, check_wait
 from oncely.errors import DedupKeyReused, InvalidKey, RowsHidden
 from oncely.event import NewEvent, uuid7
 from oncely.statement import Statement
@@ -26,8 +25,6 @@ from oncely.telemetry.records import EventsEmitted
 from oncely.transaction import Caller, execute, join, says_what_is_missing
 
 __all__ = ["Emission"]
-
-_LONGEST_DELAY = timedelta(days=36_500)  # PostgreSQL's times end at some point, with an error
 
 
 class Emission:
@@ -104,12 +101,10 @@ class Emission:
         for name, value in (("key", event.key), ("dedup_key", event.dedup_key)):
             if value is not None:
                 check_key(value, f"{place}{name}")
-        if event.delay is not None and not isinstance(event.delay, timedelta):
-            raise TypeError(f"{place}delay must be a timedelta, not {type(event.delay).__name__}")
-        if event.delay is not None and event.delay < timedelta(0):
-            raise ValueError(f"{place}delay is below zero: {event.delay}")
-        if event.delay is not None and event.delay > _LONGEST_DELAY:
-            raise ValueError(f"{place}delay is above 100 years: {event.delay}")
+        if event.delay is not None:
+            check_wait(event.delay, f"{place}delay")
+            if event.delay > LONGEST:
+                raise ValueError(f"{place}delay is above 100 years: {event.delay}")
         payload = encode_json(event.payload, what=f"{place}payload")
         if self._max_payload_bytes is not None and len(payload.encode()) > self._max_payload_bytes:
             raise ValueError(

@@ -19,7 +19,15 @@ from sqlalchemy import DateTime, Interval, Table
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.types import TypeEngine
 
-from oncely.arguments import LONGEST, check_backoff, check_count, check_duration, check_kind, check_time
+from oncely.arguments import (
+    LONGEST,
+    check_backoff,
+    check_count,
+    check_duration,
+    check_kind,
+    check_time,
+    check_wait,
+)
 from oncely.backoff import Backoff
 from oncely.loop import one_at_a_time, run_loop, within
 from oncely.telemetry.observer import Observer, guarded
@@ -89,12 +97,7 @@ class Retention:
         for prunable, age in keep.items():
             if not callable(getattr(prunable, "prune", None)):
                 raise TypeError(f"keep says what is pruned, such as an Outbox, and {prunable!r} cannot be")
-            if not isinstance(age, timedelta):
-                raise TypeError(
-                    f"the age for {prunable.table.name} must be a timedelta, not {type(age).__name__}"
-                )
-            if age < timedelta(0):
-                raise ValueError(f"the age for {prunable.table.name} is below zero: {age}")
+            check_wait(age, f"the age for {prunable.table.name}")
         self.sessionmaker = sessionmaker
         self.keep = dict(keep)
         self.interval = interval
@@ -169,8 +172,7 @@ def cutoff_parameters(older_than: timedelta | datetime) -> dict[str, Any]:
     Raises ValueError for a negative age and for a time without a time zone.
     """
     if isinstance(older_than, timedelta):
-        if older_than < timedelta(0):
-            raise ValueError(f"older_than is below zero: {older_than}")
+        check_wait(older_than, "older_than")
         return {"cutoff": None, "age": min(older_than, LONGEST)}
     if older_than is None:
         raise TypeError("older_than must be a timedelta or a datetime, not NoneType")

@@ -9,51 +9,39 @@ was lost, the second finds the record changed and says lost: the safe side.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeVar
 
-from sqlalchemy import CursorResult, Executable, Table
+from sqlalchemy import Table
 from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from oncely.loop import complete
 from oncely.transaction import Sessionmaker
 
-__all__ = ["AnyDialect", "in_short_transaction"]
+__all__ = ["in_short_transaction"]
 
 SQLITE_PATIENCE = timedelta(seconds=60)
 """How long a cancelled caller waits for SQLite, whose own wait for its lock ends after 5 s by default."""
 
 _T = TypeVar("_T")
 
-AnyDialect: TypeAlias = Executable | Mapping[str, Executable]
-"""A statement for all dialects, or one for each by its name."""
-
-_Read: TypeAlias = Callable[[CursorResult[Any]], _T]
-
 
 async def in_short_transaction(
-    sessionmaker: Sessionmaker,
-    table: Table,
-    statement: AnyDialect,
-    read: _Read[_T],
-    parameters: Mapping[str, object],
+    sessionmaker: Sessionmaker, table: Table, work: Callable[[AsyncConnection], Awaitable[_T]]
 ) -> _T:
-    """What `read` makes of the statement's rows."""
+    """What `work` returns, which executes one statement on the database of `table`."""
     try:
-        return await _attempt(sessionmaker, table, statement, read, parameters)
+        return await _attempt(sessionmaker, table, work)
     except DBAPIError as error:
         if not error.connection_invalidated:
             raise
-    return await _attempt(sessionmaker, table, statement, read, parameters)
+    return await _attempt(sessionmaker, table, work)
 
 
 async def _attempt(
-    sessionmaker: Sessionmaker,
-    table: Table,
-    statement: AnyDialect,
-    read: _Read[_T],
-    parameters: Mapping[str, object],
+    sessionmaker: Sessionmaker, table: Table, work: Callable[[AsyncConnection], Awaitable[_T]]
 ) -> _T:
     async with sessionmaker() as session:
         dialect = session.get_bind(clause=table).dialect.name
@@ -62,11 +50,11 @@ async def _attempt(
 
         async def transaction() -> _T:
             async with session.begin():
-                connection = await session.connection(
-                    bind_arguments={"clause": table}, execution_options=_ISOLATION[dialect]
+                return await work(
+                    await session.connection(
+                        bind_arguments={"clause": table}, execution_options=_ISOLATION[dialect]
+                    )
                 )
-                chosen = statement[dialect] if isinstance(statement, Mapping) else statement
-                return read(await connection.execute(chosen, parameters))
 
         if dialect != "sqlite":
             return await transaction()

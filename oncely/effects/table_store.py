@@ -6,17 +6,17 @@ Each function is one statement in a short transaction of its own: see `short_tra
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
-from sqlalchemy import CursorResult, RowMapping, Table
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+from sqlalchemy import CursorResult, Executable, RowMapping, Table
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
 
 from oncely.arguments import LONGEST, check_count, check_duration, check_kind
 from oncely.effects import statements
 from oncely.effects.record import EffectRecord, EffectStats, Status
-from oncely.effects.short_transaction import AnyDialect, in_short_transaction
+from oncely.effects.short_transaction import in_short_transaction
 from oncely.effects.store import FINISHED, OPEN, Store, new_token
 from oncely.storable import check_key, encode_json
 from oncely.transaction import Sessionmaker, check_sessionmaker, says_what_is_missing
@@ -27,6 +27,9 @@ LONGEST_ERROR = 1_000
 """How many characters of an error are stored."""
 
 _T = TypeVar("_T")
+
+_AnyDialect: TypeAlias = Executable | Mapping[str, Executable]
+"""A statement for all dialects, or one for each by its name."""
 
 
 class TableStore(Store):
@@ -183,9 +186,9 @@ class TableStore(Store):
         if limit is not None:
             check_count(limit, "limit", least=0)
         connection = await session.connection(bind_arguments={"clause": self.table})
-        statement = statements.purge(self.table, age, wanted, limit)[connection.dialect.name]
+        statement = statements.purge(self.table, age, wanted, limit)
         with says_what_is_missing(self.table):
-            return _count(await connection.execute(statement))
+            return _count(await connection.execute(_spelt_for(connection, statement)))
 
     async def purgeable(
         self,
@@ -211,11 +214,19 @@ class TableStore(Store):
         return await self._execute(self._give_back, _count, for_key=key, for_token=token) > 0
 
     async def _execute(
-        self, statement: AnyDialect, read: Callable[[CursorResult[Any]], _T], **parameters: object
+        self, statement: _AnyDialect, read: Callable[[CursorResult[Any]], _T], **parameters: object
     ) -> _T:
         if self.sessionmaker is None:
             raise RuntimeError(f"{self.table.name} is on no database: pass sessionmaker=, or use bind()")
-        return await in_short_transaction(self.sessionmaker, self.table, statement, read, parameters)
+
+        async def work(connection: AsyncConnection) -> _T:
+            return read(await connection.execute(_spelt_for(connection, statement), parameters))
+
+        return await in_short_transaction(self.sessionmaker, self.table, work)
+
+
+def _spelt_for(connection: AsyncConnection, statement: _AnyDialect) -> Executable:
+    return statement[connection.dialect.name] if isinstance(statement, Mapping) else statement
 
 
 def _old(older_than: timedelta | float, statuses: Collection[Status]) -> tuple[timedelta, frozenset[Status]]:
