@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from datetime import timedelta
+from uuid import UUID
 
 import pytest
 from sqlalchemy import MetaData
@@ -41,6 +42,16 @@ async def abandoned(outbox: Outbox, engine: AsyncEngine, sessions: Sessions, *, 
     return made
 
 
+async def lost_in_a_crash(
+    outbox: Outbox, engine: AsyncEngine, sessions: Sessions, *payloads: object
+) -> list[UUID]:
+    """The events of a claim that the server's crash took along while its relay lived."""
+    await emit(outbox, sessions, *payloads)
+    made = await claim(outbox, sessions)
+    await execute(engine, "DELETE FROM outbox_claims")
+    return [event.id for event in made.events]
+
+
 async def test_before_its_lease_has_ended_nobody_takes_over_a_dead_relays_batch(
     outbox: Outbox, engine: AsyncEngine, sessions: Sessions
 ) -> None:
@@ -52,10 +63,7 @@ async def test_before_its_lease_has_ended_nobody_takes_over_a_dead_relays_batch(
 async def test_what_was_sent_under_a_claim_that_a_crash_took_along_is_marked_without_it(
     outbox: Outbox, engine: AsyncEngine, sessions: Sessions
 ) -> None:
-    await emit(outbox, sessions, 1, 2)
-    made = await claim(outbox, sessions)
-    await execute(engine, "DELETE FROM outbox_claims")
-    ids = [event.id for event in made.events]
+    ids = await lost_in_a_crash(outbox, engine, sessions, 1, 2)
     assert await outbox.ledger.rescue(sessions, ids) is True
     assert await rows(engine, "SELECT count(*) FROM outbox WHERE published_at IS NOT NULL") == [(2,)]
     assert await outbox.ledger.rescue(sessions, ids) is True
@@ -64,15 +72,13 @@ async def test_what_was_sent_under_a_claim_that_a_crash_took_along_is_marked_wit
 async def test_what_another_relay_has_taken_over_meanwhile_is_not_marked(
     outbox: Outbox, engine: AsyncEngine, sessions: Sessions
 ) -> None:
-    await emit(outbox, sessions, "claimed anew", "tried")
-    made = await claim(outbox, sessions)
-    await execute(engine, "DELETE FROM outbox_claims")
+    ids = await lost_in_a_crash(outbox, engine, sessions, "claimed anew", "tried")
     await execute(
         engine,
         "UPDATE outbox SET attempts = 1, due_at = now() + interval '1 hour' WHERE payload = '\"tried\"'",
     )
     await claim(Outbox(MetaData()), sessions)
-    assert await outbox.ledger.rescue(sessions, [event.id for event in made.events]) is False
+    assert await outbox.ledger.rescue(sessions, ids) is False
     assert await rows(engine, "SELECT count(*) FROM outbox WHERE published_at IS NOT NULL") == [(0,)]
 
 
@@ -80,23 +86,19 @@ async def test_what_somebody_has_locked_is_not_marked_nor_waited_for(
     outbox: Outbox, engine: AsyncEngine, sessions: Sessions
 ) -> None:
     """No claim can be made meanwhile: they would all wait for whoever has the lock."""
-    await emit(outbox, sessions, 1, 2)
-    made = await claim(outbox, sessions)
-    await execute(engine, "DELETE FROM outbox_claims")
+    ids = await lost_in_a_crash(outbox, engine, sessions, 1, 2)
     async with asyncio.timeout(10), locked(engine, 2):
-        assert await outbox.ledger.rescue(sessions, [event.id for event in made.events]) is False
+        assert await outbox.ledger.rescue(sessions, ids) is False
     assert await states(engine) == {"1": "published", "2": "open"}
 
 
 async def test_what_another_relay_is_taking_over_just_now_is_not_marked(
     outbox: Outbox, engine: AsyncEngine, sessions: Sessions
 ) -> None:
-    await emit(outbox, sessions, 1)
-    made = await claim(outbox, sessions)
-    await execute(engine, "DELETE FROM outbox_claims")
+    ids = await lost_in_a_crash(outbox, engine, sessions, 1)
     async with sessions() as claimer:
         assert payloads(await being_claimed(Outbox(MetaData()), claimer)) == [1]
-        rescuing = asyncio.create_task(outbox.ledger.rescue(sessions, [event.id for event in made.events]))
+        rescuing = asyncio.create_task(outbox.ledger.rescue(sessions, ids))
         await backend_waits(engine, "advisory")
         await claimer.commit()
     assert await rescuing is False
